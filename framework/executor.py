@@ -1,0 +1,72 @@
+"""Who runs a plan: the seam between decisions and tensors. A simulator, a replay and a GPU worker implement it."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Protocol
+
+from .kv import CacheSpec, Capacity
+from .plan import Plan, StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Clock(Protocol):
+    """Time as the engine sees it. A simulator's is virtual."""
+
+    def ns(self) -> int: ...
+
+
+class MonotonicClock:
+    """The machine's monotonic clock, common to all processes on Linux."""
+
+    def ns(self) -> int:
+        return time.monotonic_ns()
+
+
+class Pending(Protocol):
+    """A submitted plan."""
+
+    def done(self) -> bool: ...
+    def result(self) -> StepResult:
+        """Wait for it; raises what the step raised."""
+
+
+class Done:
+    """A plan that was run during `submit`: holds its result, or the exception to raise."""
+
+    def __init__(self, result: StepResult | BaseException) -> None:
+        self._result = result
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        if isinstance(self._result, BaseException):
+            raise self._result
+        return self._result
+
+
+class Executor(ABC):
+    """Runs plans in the order in which they are submitted."""
+
+    clock: Clock = MonotonicClock()
+    max_in_flight: int = 1
+    cache_spec: CacheSpec
+    """Set by `start`."""
+
+    @abstractmethod
+    def start(self, progress: Callable[[str, float], None] = lambda stage, share: None) -> Capacity:
+        """Load the model and make the pool. `progress(stage, 0..1)` may be called at any rate."""
+
+    @abstractmethod
+    def submit(self, plan: Plan) -> Pending: ...
+
+    def check(self) -> None:  # noqa: B027 - optional: an executor in this process cannot die alone
+        """Raise `EngineDead` if a worker died."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Free everything. Idempotent."""

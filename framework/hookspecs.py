@@ -1,0 +1,239 @@
+"""Every hook of the framework: when it is called, in which process, with what, what it returns, what it costs.
+
+A plugin implements hooks with `@hookimpl` and names only the arguments that it wants. Names carry no prefix. An argument
+added later breaks nobody; a changed meaning is a new hook. Per-step hooks are free (about 1 µs each).
+
+Kinds: *collect*: every implementation is called; *first result*: the first that returns something other than None
+wins; *event*: every implementation is called, nothing is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from .types import Budget, Provider, Reject, Request, Shortage, Victim, View, Want
+
+if TYPE_CHECKING:
+    import torch
+    from fastapi import APIRouter
+
+    from .executor import Executor
+    from .kernels import KernelBackend
+    from .kv import CacheSpec, Capacity, KVCache
+    from .model import Model, ModelSpec
+    from .plan import Plan, StepResult, Timings
+    from .records import Delivery, ResponseRecord
+    from .sampling import SampleBatch, Sampled
+    from .settings import Settings
+
+PROJECT = "framework"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+class Hooks:
+    """The specifications. Never instantiated."""
+
+    @hookspec
+    def providers(self) -> Iterable[Provider]:
+        """All processes, once, when plugins are loaded. *Collect.* The names this plugin makes available.
+
+        Being listed costs nothing: a factory is called only when its name is selected::
+
+            @hookimpl
+            def providers(self):
+                return [Provider("scheduler", "sjf", ShortestFirst, summary="least work first")]
+        """
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def kernel_backend(self, settings: Settings, spec: ModelSpec) -> KernelBackend | None:
+        """Worker, once, at start-up. *First result.* The kernel backend; default: the provider of `--kernel`::
+
+        @hookimpl
+        def kernel_backend(self, settings, spec):
+            return MyBackend() if spec.head_dim == 80 else None
+        """
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def model(self, settings: Settings, spec: ModelSpec, backend: KernelBackend) -> Model | None:
+        """Worker, once, at start-up. *First result.* The model without weights; default: the provider that lists
+        the checkpoint's architecture::
+
+            @hookimpl
+            def model(self, spec, backend):
+                return MyLlama(spec, backend) if spec.architecture == "LlamaForCausalLM" else None
+        """
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def executor(self, settings: Settings) -> Executor | None:
+        """Engine, once, at start-up. *First result.* Default: the provider of `--executor`::
+
+        @hookimpl
+        def executor(self, settings):
+            return Simulator(settings)
+        """
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def kv_cache(self, settings: Settings, cache_spec: CacheSpec, capacity: Capacity) -> KVCache | None:
+        """Engine, once, after the executor has measured its capacity. *First result.* Default: provider of `--kv`::
+
+        @hookimpl
+        def kv_cache(self, cache_spec, capacity):
+            return MyCache(cache_spec.block_size, capacity.blocks["device"])
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def routes(self, client: Any) -> Iterable[APIRouter]:
+        """Server, once, at start-up. *Collect.* FastAPI routers to mount; `client` is the engine client::
+
+        @hookimpl
+        def routes(self, client):
+            return [my_router]
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def started(self, engine: Any) -> None:
+        """Engine, once, before the first step. *Event*::
+
+        @hookimpl
+        def started(self, engine):
+            self.blocks = engine.kv.usage().total
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def stopping(self, engine: Any) -> None:
+        """Engine, once, after the last step; `engine` is None in the server process. *Event*::
+
+        @hookimpl
+        def stopping(self, engine):
+            self.file.close()
+        """
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def accept(self, request: Request, view: View) -> Reject | None:
+        """Engine, once per request, on arrival. *First result.* Refuse it with a `Reject`, or None::
+
+        @hookimpl
+        def accept(self, request, view):
+            return Reject("queue is full", retry_after=1.0) if view.total > 1000 else None
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def arrived(self, request: Request, view: View) -> None:
+        """Engine, once per accepted request. *Event.* The only place where `request.level` may be set::
+
+        @hookimpl
+        def arrived(self, request):
+            request.level = request.extra.get("deadline", float("inf"))
+        """
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def admit(self, view: View, budget: Budget) -> Iterable[Want] | None:
+        """Engine, every step. *First result.* Rank requests; say how many tokens each may compute.
+
+        Policies rank and pick; the core enforces budget, seats, blocks and state. Running requests that are not
+        named rank first: decodes, then unfinished prefills, each in admission order. May be a generator, which the
+        core stops reading when nothing more can be admitted (so name running requests before waiting ones, or use
+        `view.ranked`)::
+
+            @hookimpl
+            def admit(self, view):
+                return (Want(r) for r in view.queue(key=lambda r: r.remaining))
+        """
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def preempt(
+        self, view: View, beneficiary: Request, shortage: Shortage, candidates: Sequence[Request]
+    ) -> Victim | None:
+        """Engine, when `beneficiary` lacks blocks or a seat and all candidates together would cover it. *First result.*
+
+        Called once per victim until the shortage is covered; then they fall together. None: nobody is preempted.
+        Candidates are running requests not granted anything in this step, best-ranked first; for a waiting
+        beneficiary only those of strictly worse `level`. Default: the last candidate for a running beneficiary, None
+        for a waiting one::
+
+            @hookimpl
+            def preempt(self, candidates):
+                return Victim(max(candidates, key=lambda r: (r.priority, r.arrival)))
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def process_logits(self, logits: torch.Tensor, batch: SampleBatch) -> None:
+        """Worker, every step, before sampling. *Collect.* Change `logits` float32 [rows, vocab] in place.
+
+        State kept between steps is a cache of a function of a request's output tokens: keyed by id, rebuilt when
+        `batch.output_len` is not the one it knows, dropped for `batch.removed`::
+
+            @hookimpl
+            def process_logits(self, logits, batch):
+                logits[:, self.banned] = float("-inf")
+        """
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def sample(self, logits: torch.Tensor, batch: SampleBatch) -> Sampled | None:
+        """Worker, every step. *First result.* One token per row of `logits` float32 [rows, vocab]::
+
+        @hookimpl
+        def sample(self, logits, batch):
+            return Sampled(logits.argmax(-1))
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def step_done(self, plan: Plan, result: StepResult, timings: Timings) -> None:
+        """Engine, after every committed step. *Event*::
+
+        @hookimpl
+        def step_done(self, plan, timings):
+            self.seconds += (timings.end - timings.start) / 1e9
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def request_done(self, request: Request) -> None:
+        """Engine, exactly once for every request shown to `accept`, rejected and aborted ones included. *Event*::
+
+        @hookimpl
+        def request_done(self, request):
+            self.by_reason[request.finish_reason] += 1
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def tokens_delivered(self, deliveries: Sequence[Delivery]) -> None:
+        """Server, once per message from the engine: which responses got tokens. *Event*::
+
+        @hookimpl
+        def tokens_delivered(self, deliveries):
+            self.tokens += sum(d.tokens for d in deliveries)
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def response_done(self, record: ResponseRecord) -> None:
+        """Server, exactly once per generation request, when its last byte was handed over or it failed. *Event*::
+
+        @hookimpl
+        def response_done(self, record):
+            print(record.id, record.finish_reasons)
+        """
+        raise NotImplementedError
+
+
+HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))

@@ -1,0 +1,184 @@
+"""What a kernel backend is: an operation table, and the layouts of weights and cache pages that go with it.
+
+Model code is written against `KernelBackend`'s methods and passes the step's `Meta` explicitly; there is no global
+context. `framework.ops.ReferenceBackend` implements every operation in plain torch and is the oracle; a backend
+subclasses it and overrides what it does better. Whoever overrides one operation of a layout group overrides the
+whole group: WEIGHT_OPS or CACHE_OPS.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from .kv import CacheGroup
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+OPS = (
+    "embed",
+    "linear",
+    "qkv",
+    "gate_up",
+    "logits",
+    "add_rmsnorm",
+    "rope_store",
+    "silu_mul",
+    "attention",
+    "copy_blocks",
+    "all_reduce",
+)
+WEIGHT_OPS = ("embed", "linear", "qkv", "gate_up", "logits")
+CACHE_OPS = ("rope_store", "attention", "copy_blocks")
+
+
+class Support(NamedTuple):
+    """Whether a backend can do something; `reason` says why not, for the start-up log."""
+
+    ok: bool
+    reason: str = ""
+
+
+class Batch(NamedTuple):
+    """One step's ragged batch on the host: what `prepare` turns into `Meta`. R requests, T tokens.
+
+    starts: int32 [R], tokens already in the cache before this step. lens: int32 [R], new tokens, > 0, decodes (1 token)
+    not necessarily first. tables: one int32 [R, max blocks] per cache group; entries beyond
+    ceil((start + len) / block_size) are undefined. samples: bool [R]. block_size: tokens per block.
+    """
+
+    starts: np.ndarray[Any, Any]
+    lens: np.ndarray[Any, Any]
+    tables: tuple[np.ndarray[Any, Any], ...]
+    samples: np.ndarray[Any, Any]
+    block_size: int
+
+
+class Meta:
+    """A prepared batch: device tensors that operations read. Backends subclass it to add their own.
+
+    cu_lens: int32 [R + 1], row offsets of the requests in the flat batch. seq_lens: int32 [R], cached plus new tokens.
+    slots: int64 [T] per group, block * block_size + offset of every new token. tables: int32 [R, blocks] per group.
+    logits_rows: int64, flat rows that are sampled. max_len, max_seq: largest of lens and seq_lens.
+    """
+
+    cu_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
+    tables: tuple[torch.Tensor, ...]
+    logits_rows: torch.Tensor
+    max_len: int
+    max_seq: int
+    batch: Batch
+
+
+class Rope(NamedTuple):
+    """cos, sin: float32 [max positions, rotary_dim / 2], scaling applied. Half-rotation (NeoX) layout."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class KernelBackend(ABC):
+    """Operations and layouts. Tensors: x [T, hidden]; T rows are tokens of the flat ragged batch.
+
+    `Packed` below is whatever `pack` returned: opaque to model code.
+    """
+
+    name = ""
+    block_sizes: tuple[int, ...] = ()
+    """Block sizes it can serve; empty: any."""
+    graphs: Literal["none", "decode", "full"] = "none"
+
+    # Layouts
+
+    @abstractmethod
+    def supports(
+        self, op: str, dtype: torch.dtype, device: torch.device, *, head_dim: int = 64, window: int | None = None
+    ) -> Support: ...
+
+    @abstractmethod
+    def pack(self, op: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        """Once per weight, after loading (and sharding). weight: [out, in] ([vocab, hidden] for embed and logits);
+        `op` is one of WEIGHT_OPS. May return its argument."""
+
+    @abstractmethod
+    def block_bytes(self, group: CacheGroup, dtype: torch.dtype, block_size: int) -> int:
+        """Bytes of one block over all layers of the group."""
+
+    @abstractmethod
+    def allocate(
+        self, group: CacheGroup, dtype: torch.dtype, block_size: int, blocks: int, device: torch.device
+    ) -> list[Any]:
+        """The pool: one opaque cache per layer of the group."""
+
+    @abstractmethod
+    def prepare(self, batch: Batch, device: torch.device) -> Meta: ...
+
+    # Operations
+
+    @abstractmethod
+    def embed(self, tokens: torch.Tensor, weight: Any) -> torch.Tensor:
+        """tokens int64 [T] -> [T, hidden]."""
+
+    @abstractmethod
+    def linear(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        """x @ weight.T (+ bias)."""
+
+    @abstractmethod
+    def qkv(self, x: torch.Tensor, weight: Any, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+        """One product with the three projections stacked: q [T, sizes[0]], k, v; views are allowed."""
+
+    @abstractmethod
+    def gate_up(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        """One product with gate and up stacked: [T, 2 * intermediate], gate first."""
+
+    @abstractmethod
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * I] -> silu(x[:, :I]) * x[:, I:]."""
+
+    @abstractmethod
+    def add_rmsnorm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rmsnorm(x + residual) * weight, x + residual), over the last dimension; residual None counts as 0.
+
+        Statistics in float32. `residual` may be overwritten. The weight is unpacked, [size of the last dimension].
+        """
+
+    @abstractmethod
+    def rope_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        rope: Rope,
+        cache: Any,
+        group: int,
+        meta: Meta,
+    ) -> torch.Tensor:
+        """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim], write k and v to the cache; return rotated q.
+
+        q and k may be changed in place.
+        """
+
+    @abstractmethod
+    def attention(
+        self, q: torch.Tensor, cache: Any, group: int, meta: Meta, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention of every new token over its request's cache -> [T, heads * head_dim]."""
+
+    @abstractmethod
+    def logits(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        """Only sampled rows: [R, hidden] -> [R, vocab] in the model's dtype."""
+
+    @abstractmethod
+    def copy_blocks(self, caches: list[Any], src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy blocks src[i] to dst[i] (int64) in every layer, as if one after the other."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over tensor-parallel ranks; one rank: the identity."""
+        return x

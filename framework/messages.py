@@ -1,0 +1,149 @@
+"""What the server process and the engine process say to each other: msgpack (never pickle) over ZeroMQ.
+
+The server sends `Add`, `Abort`, `Stop`; the engine sends `Progress` while it loads, then `Ready`, then one `Outputs`
+per step that has any, and `Fatal` before it dies for a reason that it knows. Times are nanoseconds of the monotonic
+clock, which both processes share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .plan import Logprobs
+from .types import SamplingParams
+
+
+class Add(msgspec.Struct, tag="add", array_like=True):
+    """A new request. `arrival` is when the server received it; `trace` is the traceparent of its span."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    arrival: int
+    priority: int = 0
+    tenant: str = ""
+    adapter: str | None = None
+    cache_salt: bytes = b""
+    extra: dict[str, Any] = {}
+    trace: str | None = None
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True):
+    """End these requests now. `reason` becomes their finish reason: "abort", or "stop" after a stop string."""
+
+    ids: list[str]
+    reason: str = "abort"
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True):
+    """End the engine process."""
+
+
+class RequestTimes(msgspec.Struct, array_like=True):
+    """Nanoseconds. 0: did not happen."""
+
+    arrival: int
+    admitted: int = 0
+    first_token: int = 0
+    finished: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+
+
+class TokenOutput(msgspec.Struct, array_like=True):
+    """New tokens of one request. `index` is the position of the first in the output: each is sent exactly once.
+
+    `finish_reason`: None, "stop", "length", "abort" or "error"; set, this is the last message of the request, and `times` is
+    there. `stop_reason` is the stop token id, None for EOS. `error` says what went wrong; `status` is its HTTP status.
+    """
+
+    id: str
+    index: int
+    tokens: list[int]
+    logprobs: list[Logprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    status: int = 500
+    retry_after: float | None = None
+    times: RequestTimes | None = None
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """Gauges and counters since start-up."""
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_blocks: int = 0
+    kv_holding: int = 0
+    kv_reserved: int = 0
+    kv_cached: int = 0
+    kv_swapped: int = 0
+    kv_tokens: int = 0
+    preemptions_swap: int = 0
+    preemptions_recompute: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed, recomputation included."""
+    generation_tokens: int = 0
+    failed_steps: int = 0
+    plugin_faults: dict[str, int] = {}
+    """By plugin name."""
+
+
+class Progress(msgspec.Struct, tag="progress", array_like=True):
+    """`share` of the stage is done: 0..1."""
+
+    stage: str
+    share: float
+
+
+class EngineInfo(msgspec.Struct):
+    """What the engine turned out to be: for the banner, /v1/models and validation."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    max_model_len_reason: str
+    """Why it is this: "set", "model" or "pool"."""
+    block_size: int
+    kv_blocks: int
+    block_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    threads: int
+    providers: dict[str, str]
+    """Selected name by kind."""
+    manifest: dict[str, str]
+    """Distribution name and version of every loaded plugin: engine and server refuse to differ."""
+    load_seconds: float = 0.0
+    notes: list[str] = []
+    """Sentences worth a line in the banner."""
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    info: EngineInfo
+
+
+class Outputs(msgspec.Struct, tag="outputs", array_like=True):
+    outputs: list[TokenOutput]
+    stats: EngineStats
+    time: int = 0
+    """When the step was committed."""
+
+
+class Fatal(msgspec.Struct, tag="fatal", array_like=True):
+    """The engine ends. `user` errors are shown as they are; others are bugs and come with a traceback."""
+
+    message: str
+    user: bool = False
+    traceback: str = ""
+
+
+ToEngine = Add | Abort | Stop
+FromEngine = Progress | Ready | Outputs | Fatal

@@ -1,0 +1,110 @@
+"""What a model is to the core: its shape, its checkpoint, and one forward pass over a ragged batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .kv import CacheSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from .kernels import KernelBackend, Meta
+    from .tokenizer import Tokenizer
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """What start-up needs to know of a checkpoint before loading it. Read from its config without torch."""
+
+    architecture: str
+    """As in config.json's `architectures`, e.g. LlamaForCausalLM. GGUF files are translated to this."""
+    vocab_size: int
+    max_model_len: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    """The checkpoint's own dtype: a torch dtype's name."""
+    windows: tuple[int | None, ...]
+    """Per layer: the tokens a query sees, itself included; None: all before it."""
+    config: dict[str, Any]
+    """The whole config, in the keys of a Hugging Face config.json."""
+
+
+class Checkpoint(ABC):
+    """An opened checkpoint: config, tokenizer and weights. One subclass per file format.
+
+    Everything but `tensors` works without importing torch, since the server process reads it too.
+    """
+
+    path: str
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """In the keys of a Hugging Face config.json."""
+
+    @property
+    @abstractmethod
+    def generation_config(self) -> dict[str, Any]:
+        """In the keys of generation_config.json; empty if there is none."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face parameter name, CPU tensor), memory-mapped where the format allows it; a consumer drops
+        each before it takes the next. Raises `ModelError` where a shard is missing or cut short."""
+
+    @property
+    @abstractmethod
+    def num_tensors(self) -> int:
+        """How many `tensors` yields: for the progress bar."""
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer: ...
+
+
+class Model(ABC):
+    """A model bound to a kernel backend's operations.
+
+    `architectures` lists the config names it serves. Built on the worker; weights arrive through `load`.
+    """
+
+    architectures: tuple[str, ...] = ()
+
+    @classmethod
+    @abstractmethod
+    def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        """Read a config; raise `ModelError` naming the key it cannot serve. Must not import torch."""
+
+    @abstractmethod
+    def __init__(
+        self, spec: ModelSpec, backend: KernelBackend, dtype: torch.dtype, device: torch.device
+    ) -> None: ...
+
+    @abstractmethod
+    def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take every tensor, pack it through the backend; raise `ModelError` naming missing or unknown ones.
+
+        `progress` is called once per tensor.
+        """
+
+    @abstractmethod
+    def cache_spec(self, block_size: int) -> CacheSpec: ...
+
+    @abstractmethod
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta
+    ) -> torch.Tensor:
+        """Ragged forward pass.
+
+        tokens, positions: int64 [T]. caches: one entry per layer, as `KernelBackend.allocate` made it. Returns logits
+        [R, vocab] for the R rows of `meta.logits_rows` only.
+        """

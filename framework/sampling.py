@@ -1,0 +1,56 @@
+"""What samplers and logits processors see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from .types import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+class SampleBatch(Protocol):
+    """The rows that are sampled in this step. Sequences are indexed by request; `owner[row]` is an index into them.
+
+    `seeds` are unsigned 64-bit; random numbers must be a function of (seed, output index), so that a draw does not depend
+    on who shares the batch, nor on preemption.
+    """
+
+    @property
+    def ids(self) -> Sequence[str]: ...
+    @property
+    def params(self) -> Sequence[SamplingParams]: ...
+    @property
+    def seeds(self) -> np.ndarray[Any, Any]:
+        """uint64 [requests]."""
+
+    @property
+    def owner(self) -> Sequence[int]: ...
+    @property
+    def output_len(self) -> Sequence[int]:
+        """Output tokens before this step: the index of the token that is sampled now."""
+
+    @property
+    def added(self) -> Sequence[str]:
+        """Requests that joined since the last call, resumed ones too."""
+
+    @property
+    def removed(self) -> Sequence[str]:
+        """Requests that left since the last call, preempted ones too."""
+
+    @property
+    def extra(self) -> Sequence[dict[str, Any]]: ...
+    def prompt_tokens(self, id: str) -> np.ndarray[Any, Any]:
+        """int32; do not change."""
+
+    def output_tokens(self, id: str) -> np.ndarray[Any, Any]:
+        """int32; do not change."""
+
+
+class Sampled(NamedTuple):
+    """tokens: int64 [rows]. The executor adds log-probabilities from the unmodified logits."""
+
+    tokens: torch.Tensor

@@ -1,0 +1,136 @@
+"""Every setting, once: flags, environment variables, the YAML file, --help and the documentation come from here.
+
+Precedence: flags, then FRAMEWORK_* variables, then the YAML file, then the defaults below.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+_config_file: ContextVar[Path | None] = ContextVar("config_file", default=None)
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+def parse_memory(text: str) -> int | float:
+    """Bytes (int), or a fraction in (0, 1] (float)."""
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(number) :].strip().lower()
+    try:
+        value = float(number)
+        if not unit and 0 < value <= 1:
+            return value
+        if unit in _UNITS and value > 0 and (unit or value.is_integer()):
+            return int(value * _UNITS[unit])
+    except ValueError:
+        pass
+    raise ValueError(f"{text!r} is not a size such as 2GiB or 512MB, nor a fraction such as 0.3")
+
+
+def setting(default: Any, group: str, help: str, **extra: Any) -> Any:
+    """A field of `Settings`: `group` is its panel in --help."""
+    return Field(default, description=help, json_schema_extra={"group": group}, **extra)
+
+
+class Settings(BaseSettings):
+    """What a run is made of. Field `max_model_len` is the flag --max-model-len and the variable
+    FRAMEWORK_MAX_MODEL_LEN."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="FRAMEWORK_", extra="forbid", frozen=True, env_ignore_empty=True, protected_namespaces=()
+    )
+
+    model: str | None = setting(
+        None, "Model", "Directory, .gguf file or hub id. Default: the installed demo weights."
+    )
+    revision: str | None = setting(None, "Model", "Branch, tag or commit of a hub model.")
+    served_model_name: str | None = setting(None, "Model", "Name clients use; default: the value of --model.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
+        "auto", "Model", "Type of weights and activations; auto: bfloat16 where the hardware has it, else float32."
+    )
+    max_model_len: Annotated[int | None, Field(ge=1)] = setting(
+        None, "Model", "Longest prompt plus output, in tokens; default: what the model and the KV pool allow."
+    )
+    generation_config: str = setting(
+        "auto", "Model", "auto: the checkpoint's generation_config.json; none: ignore it; or a directory."
+    )
+    chat_template: Path | None = setting(None, "Model", "Jinja file used instead of the checkpoint's chat template.")
+    model_impl: str = setting("auto", "Model", "Model provider; auto: the one that lists the architecture.")
+    seed: int = setting(0, "Model", "Seeds the seeds of requests that bring none.")
+
+    host: str = setting("127.0.0.1", "Server", "Address to listen on.")
+    port: Annotated[int, Field(ge=0, le=65535)] = setting(8000, "Server", "Port to listen on; 0 picks a free one.")
+
+    scheduler: str = setting("fcfs", "Scheduling", "Scheduler provider.")
+    scheduler_opt: dict[str, Any] = setting({}, "Scheduling", "Option of the scheduler, key=value; repeatable.")
+    max_num_seqs: Annotated[int, Field(ge=1)] = setting(256, "Scheduling", "Most requests running at once.")
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = setting(
+        2048, "Scheduling", "Most tokens computed in one step: the budget that chunks long prompts."
+    )
+
+    kv: str = setting("paged", "KV cache", "KV cache provider.")
+    kv_opt: dict[str, Any] = setting({}, "KV cache", "Option of the KV cache, key=value; repeatable.")
+    block_size: Annotated[int, Field(ge=1)] = setting(16, "KV cache", "Tokens per KV block.")
+    kv_memory: str = setting(
+        "0.3", "KV cache", "Size of the pool: 2GiB, 512MB, or a fraction of the device's free memory (0.3)."
+    )
+    kv_blocks: Annotated[int | None, Field(ge=1)] = setting(
+        None, "KV cache", "Exact number of blocks in the pool; overrides --kv-memory."
+    )
+
+    kernel: str = setting("auto", "Execution", "Kernel backend provider; auto: the first that supports the machine.")
+    kernel_opt: dict[str, Any] = setting({}, "Execution", "Option of the kernel backend, key=value; repeatable.")
+    sampler: str = setting("default", "Execution", "Sampler provider.")
+    sampler_opt: dict[str, Any] = setting({}, "Execution", "Option of the sampler, key=value; repeatable.")
+    executor: str = setting("torch", "Execution", "Executor provider.")
+    executor_opt: dict[str, Any] = setting({}, "Execution", "Option of the executor, key=value; repeatable.")
+    device: str = setting("auto", "Execution", "auto, cpu, cuda or cuda:N.")
+    threads: Annotated[int | None, Field(ge=1)] = setting(
+        None, "Execution", "CPU threads of the engine; default: the CPUs this process may use."
+    )
+
+    plugin: tuple[str, ...] = setting(
+        (), "Plugins", "Augmenting plugin to activate (quota, audit, logits processor); repeatable, first called first."
+    )
+    plugin_opt: dict[str, Any] = setting(
+        {}, "Plugins", "Option of an augmenting plugin, name.key=value; repeatable."
+    )
+    strict_plugins: bool = setting(False, "Plugins", "Stop the engine at the first fault of a policy.")
+
+    otlp_endpoint: str | None = setting(
+        None, "Telemetry", "Export OpenTelemetry traces to this OTLP/HTTP URL; unset: no tracing, no cost."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Telemetry", "Least severe log line.")
+    log_format: Literal["auto", "text", "json"] = setting(
+        "auto", "Telemetry", "text, json; auto: text."
+    )
+
+    @field_validator("kv_memory")
+    @classmethod
+    def _kv_memory(cls, value: str) -> str:
+        parse_memory(value)
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        config = _config_file.get()
+        sources = (init_settings, env_settings)
+        return (*sources, YamlConfigSettingsSource(settings_cls, config)) if config else sources
