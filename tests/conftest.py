@@ -1,0 +1,48 @@
+"""Checkpoints shared by the whole session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import tiny_checkpoint, tiny_gguf
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied float32 LlamaForCausalLM with a byte-level tokenizer and a ChatML template."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_spm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untied float32 LlamaForCausalLM with a sentencepiece-like tokenizer that adds BOS."""
+    path = tmp_path_factory.mktemp("checkpoints") / "tiny-llama-spm"
+    return tiny_checkpoint(path, tokenizer="sentencepiece", tie=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untied float32 Qwen2ForCausalLM (biases) in two shards."""
+    path = tmp_path_factory.mktemp("checkpoints") / "tiny-qwen2"
+    return tiny_checkpoint(path, "Qwen2ForCausalLM", tie=False, shards=2)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied float32 Qwen3ForCausalLM (normed queries and keys, head_dim apart from hidden / heads)."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny-qwen3", "Qwen3ForCausalLM")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_gguf(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_llama` as an F32 GGUF file."""
+    return tiny_gguf(tmp_path_factory.mktemp("checkpoints"), tiny_llama)
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo weights: SmolLM2-135M-Instruct, Q4_1."""
+    from framework.checkpoint import demo_weights
+
+    return demo_weights()
