@@ -10,7 +10,11 @@ class ConfigError(FrameworkError):
 
 
 class PluginError(FrameworkError):
-    """A plugin cannot be loaded or breaks the contract. The message names the plugin."""
+    """A plugin cannot be loaded, raised, or breaks the contract. The message names it; so does `plugin`."""
+
+    def __init__(self, message: str, plugin: str = "") -> None:
+        super().__init__(message)
+        self.plugin = plugin
 
 
 class ModelError(FrameworkError):

@@ -50,7 +50,9 @@ class Hooks:
         raise NotImplementedError
 
     @hookspec(firstresult=True)
-    def kernel_backend(self, settings: Settings, spec: ModelSpec) -> KernelBackend | None:
+    def kernel_backend(
+        self, settings: Settings, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    ) -> KernelBackend | None:
         """Worker, once, at start-up. *First result.* The kernel backend; default: the provider of `--kernel`::
 
         @hookimpl
@@ -60,13 +62,20 @@ class Hooks:
         raise NotImplementedError
 
     @hookspec(firstresult=True)
-    def model(self, settings: Settings, spec: ModelSpec, backend: KernelBackend) -> Model | None:
+    def model(
+        self,
+        settings: Settings,
+        spec: ModelSpec,
+        backend: KernelBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Model | None:
         """Worker, once, at start-up. *First result.* The model without weights; default: the provider that lists
         the checkpoint's architecture::
 
             @hookimpl
-            def model(self, spec, backend):
-                return MyLlama(spec, backend) if spec.architecture == "LlamaForCausalLM" else None
+            def model(self, spec, backend, dtype, device):
+                return MyLlama(spec, backend, dtype, device) if spec.architecture == "LlamaForCausalLM" else None
         """
         raise NotImplementedError
 

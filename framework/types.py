@@ -172,6 +172,7 @@ class Request:
         "preemptions",
         "priority",
         "prompt",
+        "seed",
         "state",
         "status",
         "stop_reason",
@@ -194,6 +195,7 @@ class Request:
         parent: str | None = None,
         extra: Mapping[str, Json] | None = None,
         trace: str | None = None,
+        seed: int = 0,
         limit: int = 2**31,
     ) -> None:
         self.id = id
@@ -209,6 +211,7 @@ class Request:
         self.adapter = adapter
         self.cache_salt = cache_salt
         self.extra: Mapping[str, Json] = extra or {}
+        self.seed = seed  # unsigned 64 bits: the client's, or the one recorded on arrival
         self.trace = trace  # W3C traceparent of the request's span
         self.state: dict[str, Any] = {}
         self.status = Status.WAITING

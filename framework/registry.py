@@ -1,0 +1,231 @@
+"""Plugins: found through entry points, checked when they load, selected by name.
+
+Every entry point of the group "framework.plugins" is a module or object with hook implementations. Installing a package
+only makes names available; a provider is built when a setting selects it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import pluggy
+from pydantic import BaseModel, ValidationError
+
+from .defaults import Defaults
+from .errors import ConfigError, FrameworkError, PluginError
+from .hookspecs import HOOKS, PROJECT, Hooks
+from .settings import Settings
+from .types import Provider
+
+GROUP = "framework.plugins"
+API = 1
+"""Major number of the contract; a provider that was written for another one is refused."""
+
+
+class Plugins:
+    """All loaded plugins of one process, and the hook relay that calls the active ones."""
+
+    def __init__(self) -> None:
+        self._pm = pluggy.PluginManager(PROJECT)
+        self._pm.add_hookspecs(Hooks)
+        self._providers: dict[tuple[str, str], Provider] = {}
+        self._origin: dict[tuple[str, str], tuple[str, str]] = {}
+        self.manifest: dict[str, str] = {}
+        """Version of every distribution that plugins came from: engine and server refuse to differ."""
+        self.hook: Any = self._pm.hook
+
+    # Loading
+
+    def add(self, plugin: object, name: str, distribution: str = "", version: str = "") -> None:
+        """Register a plugin and collect its providers. Raises `PluginError` naming it and the fix."""
+        self._register(plugin, name)
+        if distribution:
+            self.manifest[distribution] = version
+        impl = getattr(plugin, "providers", None)
+        if impl is None or not getattr(impl, f"{PROJECT}_impl", None):
+            return
+        for provider in impl():
+            key = (provider.kind, provider.name)
+            if provider.api != API:
+                raise PluginError(
+                    f"plugin {name!r}: {provider.kind} {provider.name!r} is written for contract {provider.api}, "
+                    f"this framework has {API}; install a matching version of {distribution or name}",
+                    name,
+                )
+            if key in self._providers:
+                raise PluginError(
+                    f"{provider.kind} {provider.name!r} is claimed by both {' '.join(self._origin[key])} and "
+                    f"{distribution or name} {version}; uninstall one of them",
+                    name,
+                )
+            self._providers[key] = provider
+            self._origin[key] = (distribution or name, version)
+
+    def _register(self, plugin: object, name: str) -> None:
+        for hook in HOOKS:
+            impl = getattr(plugin, hook, None)
+            if impl is None or not getattr(impl, f"{PROJECT}_impl", None):
+                continue
+            for parameter in inspect.signature(impl).parameters.values():
+                if parameter.default is not inspect.Parameter.empty:
+                    raise PluginError(
+                        f"plugin {name!r}: argument {parameter.name!r} of hook {hook!r} has a default, so it would "
+                        "never get the value; remove the default",
+                        name,
+                    )
+        try:
+            self._pm.register(plugin, name)
+            self._pm.check_pending()
+        except (pluggy.PluginValidationError, ValueError) as exc:
+            self._pm.unregister(plugin)
+            known = f"hooks: {', '.join(HOOKS)}" if "unknown hook" in str(exc) else "see framework.hookspecs"
+            raise PluginError(f"plugin {name!r}: {' '.join(str(exc).split())} ({known})", name) from exc
+
+    # Selection
+
+    def providers(self, kind: str | None = None) -> list[Provider]:
+        """In the order in which they were loaded."""
+        return [p for p in self._providers.values() if kind in (None, p.kind)]
+
+    def origin(self, provider: Provider) -> tuple[str, str]:
+        """(distribution, version) that a provider came from."""
+        return self._origin[provider.kind, provider.name]
+
+    def get(self, kind: str, name: str) -> Provider:
+        """Raises `ConfigError` listing the valid names."""
+        provider = self._providers.get((kind, name))
+        if provider is None:
+            names = ", ".join(sorted(p.name for p in self.providers(kind))) or "none is installed"
+            raise ConfigError(f"--{kind} {name}: no such {kind}; available: {names}")
+        return provider
+
+    def create(self, kind: str, name: str, options: Mapping[str, Any] | None = None, **context: Any) -> Any:
+        """Build a provider: check `options` against its model and pass what its factory names.
+
+        Raises `ConfigError` for bad options and `PluginError` for a factory that fails.
+        """
+        provider = self.get(kind, name)
+        context["options"] = self._options(provider, options or {})
+        try:
+            parameters = inspect.signature(provider.factory).parameters.values()
+        except ValueError:  # some builtins have no signature: they take nothing from us
+            parameters = {}.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            arguments = context
+        else:
+            arguments = {p.name: context[p.name] for p in parameters if p.name in context}
+        try:
+            return provider.factory(**arguments)
+        except FrameworkError:
+            raise
+        except Exception as exc:
+            raise PluginError(
+                f"{kind} {name!r} could not be built: {type(exc).__name__}: {exc}", name
+            ) from exc
+
+    @staticmethod
+    def _options(provider: Provider, options: Mapping[str, Any]) -> Any:
+        flag = f"--{provider.kind}-opt"
+        if provider.options is None:
+            if options:
+                raise ConfigError(
+                    f"{flag} {next(iter(options))}: {provider.kind} {provider.name!r} has no options"
+                )
+            return None
+        assert issubclass(provider.options, BaseModel)
+        known = provider.options.model_fields
+        for key in options:
+            if key not in known:
+                raise ConfigError(
+                    f"{flag} {key}: {provider.kind} {provider.name!r} has no such option; "
+                    f"it has: {', '.join(known) or 'none'}"
+                )
+        try:
+            return provider.options(**options)
+        except ValidationError as exc:
+            first = exc.errors()[0]
+            raise ConfigError(f"{flag} {'.'.join(map(str, first['loc']))}: {first['msg']}") from exc
+
+    # Activation
+
+    def activate(self, settings: Settings, *, engine: bool) -> None:
+        """Register the selected scheduler and sampler (engine side) and the augmenting plugins (both sides).
+
+        The plugin named first is called first, and before the scheduler. Raises `PluginError` unless there is exactly
+        one `admit` and one `sample` beside the core's defaults.
+        """
+        names = list(dict.fromkeys(settings.plugin))
+        if settings.otlp_endpoint and "otel" not in names:
+            names.append("otel")
+        if "prometheus" not in names and ("plugin", "prometheus") in self._providers:
+            names.append("prometheus")
+        options: dict[str, dict[str, Any]] = {name: {} for name in names}
+        for key, value in settings.plugin_opt.items():
+            name, _, option = key.partition(".")
+            if name not in options or not option:
+                raise ConfigError(
+                    f"--plugin-opt {key}: expected NAME.key=value with NAME one of {', '.join(names)}"
+                )
+            options[name][option] = value
+        if engine:
+            for kind, name, opts in (
+                ("scheduler", settings.scheduler, settings.scheduler_opt),
+                ("sampler", settings.sampler, settings.sampler_opt),
+            ):
+                self._register(self.create(kind, name, opts, settings=settings), name)
+        for name in reversed(names):
+            self._register(self.create("plugin", name, options[name], settings=settings), name)
+        if engine:
+            for hook in ("admit", "sample"):
+                claims = [
+                    i for i in getattr(self.hook, hook).get_hookimpls() if not (i.wrapper or i.hookwrapper)
+                ]
+                claims = [i for i in claims if not isinstance(i.plugin, Defaults)]
+                if len(claims) != 1:
+                    who = ", ".join(repr(i.plugin_name) for i in claims) or "no plugin"
+                    raise PluginError(f"hook {hook!r} needs exactly one implementation, but {who} has one")
+
+    def blame(self, hook: str, exc: BaseException) -> str:
+        """Name of the plugin in whose code a call of `hook` failed."""
+        impls = [i for i in getattr(self.hook, hook).get_hookimpls() if not isinstance(i.plugin, Defaults)]
+        files = {
+            i.function.__code__.co_filename: i.plugin_name for i in impls if hasattr(i.function, "__code__")
+        }
+        tb: TracebackType | None = exc.__traceback__
+        while tb is not None:
+            code = tb.tb_frame.f_code
+            for impl in impls:
+                if getattr(impl.function, "__code__", None) is code:
+                    return str(impl.plugin_name)
+            if code.co_filename in files:  # a generator's frame, or a helper beside the hook
+                return str(files[code.co_filename])
+            tb = tb.tb_next
+        return str(impls[-1].plugin_name) if impls else "core"
+
+
+def load_plugins(settings: Settings | None = None, extra: Iterable[tuple[str, object]] = ()) -> Plugins:
+    """Load every installed plugin, and those of `extra` (name, object), in a fresh `Plugins`.
+
+    Nothing is active yet but providers and the core's defaults: see `Plugins.activate`.
+    """
+    plugins = Plugins()
+    plugins.add(Defaults(plugins), "core", "framework", importlib.metadata.version("framework"))
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        distribution = entry.dist.name if entry.dist else "unknown"
+        version = entry.dist.version if entry.dist else ""
+        try:
+            plugin = entry.load()
+        except Exception as exc:  # whatever an import can raise: the user has to know whose it was
+            raise PluginError(
+                f"plugin {entry.name!r} of {distribution} {version} failed to import ({entry.value}): "
+                f"{type(exc).__name__}: {exc}; fix or uninstall {distribution}",
+                entry.name,
+            ) from exc
+        plugins.add(plugin, f"{distribution}:{entry.name}", distribution, version)
+    for name, plugin in extra:
+        plugins.add(plugin, name)
+    return plugins
