@@ -1,23 +1,32 @@
-"""Every setting, once: flags, environment variables, the YAML file, --help and the documentation come from here.
+"""Every setting, once: flags, environment variables, the YAML file, --help and the reference come from here.
 
 Precedence: flags, then FRAMEWORK_* variables, then the YAML file, then the defaults below.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+import yaml
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    YamlConfigSettingsSource,
+    SettingsError,
 )
 
-_config_file: ContextVar[Path | None] = ContextVar("config_file", default=None)
+from .errors import ConfigError
+
+ENV_PREFIX = "FRAMEWORK_"
+_file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
@@ -48,16 +57,21 @@ class Settings(BaseSettings):
     FRAMEWORK_MAX_MODEL_LEN."""
 
     model_config = SettingsConfigDict(
-        env_prefix="FRAMEWORK_", extra="forbid", frozen=True, env_ignore_empty=True, protected_namespaces=()
+        env_prefix=ENV_PREFIX,
+        extra="forbid",
+        frozen=True,
+        env_ignore_empty=True,
+        protected_namespaces=(),
+        coerce_numbers_to_str=True,
     )
 
-    model: str | None = setting(
-        None, "Model", "Directory, .gguf file or hub id. Default: the installed demo weights."
-    )
+    model: str | None = setting(None, "Model", "Directory, .gguf file or hub id. Default: the installed demo weights.")
     revision: str | None = setting(None, "Model", "Branch, tag or commit of a hub model.")
     served_model_name: str | None = setting(None, "Model", "Name clients use; default: the value of --model.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "auto", "Model", "Type of weights and activations; auto: bfloat16 where the hardware has it, else float32."
+        "auto",
+        "Model",
+        "Type of weights and activations; auto: bfloat16 where the hardware has it, else float32.",
     )
     max_model_len: Annotated[int | None, Field(ge=1)] = setting(
         None, "Model", "Longest prompt plus output, in tokens; default: what the model and the KV pool allow."
@@ -101,20 +115,18 @@ class Settings(BaseSettings):
     )
 
     plugin: tuple[str, ...] = setting(
-        (), "Plugins", "Augmenting plugin to activate (quota, audit, logits processor); repeatable, first called first."
+        (),
+        "Plugins",
+        "Augmenting plugin to activate (quota, audit, logits processor); repeatable, first called first.",
     )
-    plugin_opt: dict[str, Any] = setting(
-        {}, "Plugins", "Option of an augmenting plugin, name.key=value; repeatable."
-    )
+    plugin_opt: dict[str, Any] = setting({}, "Plugins", "Option of an augmenting plugin, name.key=value; repeatable.")
     strict_plugins: bool = setting(False, "Plugins", "Stop the engine at the first fault of a policy.")
 
     otlp_endpoint: str | None = setting(
         None, "Telemetry", "Export OpenTelemetry traces to this OTLP/HTTP URL; unset: no tracing, no cost."
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Telemetry", "Least severe log line.")
-    log_format: Literal["auto", "text", "json"] = setting(
-        "auto", "Telemetry", "text, json; auto: text."
-    )
+    log_format: Literal["auto", "text", "json"] = setting("auto", "Telemetry", "text, json; auto: text.")
 
     @field_validator("kv_memory")
     @classmethod
@@ -131,6 +143,84 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        config = _config_file.get()
-        sources = (init_settings, env_settings)
-        return (*sources, YamlConfigSettingsSource(settings_cls, config)) if config else sources
+        return init_settings, env_settings, InitSettingsSource(settings_cls, dict(_file_values.get() or {}))
+
+    @classmethod
+    def load(cls, config: Path | None = None, **flags: Any) -> Self:
+        """Settings from `flags` (None: not given), FRAMEWORK_* variables and the YAML file `config`.
+
+        Raises `ConfigError` with one line per problem, which says where the value came from.
+        """
+        given = {name: value for name, value in flags.items() if value is not None}
+        values = _read(config) if config else {}
+        token = _file_values.set(values)
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_problems(error, given, values, config))) from None
+        except SettingsError as error:
+            field = re.search(r'"(\w+)"', str(error))
+            name = variable(field[1]) if field else f"{ENV_PREFIX}*"
+            raise ConfigError(f'{name}: must be JSON, such as {{"key": 1}} or ["name"]') from None
+        finally:
+            _file_values.reset(token)
+
+
+def flag(field: str) -> str:
+    """`max_model_len` -> `--max-model-len`."""
+    return "--" + field.replace("_", "-")
+
+
+def variable(field: str) -> str:
+    """`max_model_len` -> `FRAMEWORK_MAX_MODEL_LEN`."""
+    return ENV_PREFIX + field.upper()
+
+
+def nearest(name: str, known: Mapping[str, Any]) -> str:
+    """The end of an error message: the known name that was probably meant, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def unknown_variables() -> list[str]:
+    """One sentence for each FRAMEWORK_* variable that is no setting: most likely a typing error."""
+    known = {variable(field): None for field in (*Settings.model_fields, "config")}
+    return [
+        f"{name} is no setting{nearest(name, known)}"
+        for name in sorted(os.environ)
+        if name.startswith(ENV_PREFIX) and name not in known
+    ]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config: {path} must hold a mapping such as `max_num_seqs: 64`")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def _problems(
+    error: ValidationError, given: Mapping[str, Any], values: Mapping[str, Any], config: Path | None
+) -> Iterator[str]:
+    for problem in error.errors(include_url=False):
+        field = str(problem["loc"][0]) if problem["loc"] else ""
+        if field in given:
+            where = flag(field)
+        elif variable(field) in os.environ:
+            where = variable(field)
+        else:
+            where = f"{field} in {config}" if field in values else field
+        if problem["type"] == "extra_forbidden":
+            yield f"{where}: unknown setting{nearest(field, Settings.model_fields)}"
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            message = re.sub("^Input should be", "must be", message)
+            shown = "" if problem["type"] == "value_error" else f", got {problem['input']!r}"
+            yield f"{where}: {message}{shown}"

@@ -1,0 +1,142 @@
+"""The command line: `framework serve | generate | plugins | env`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import __version__
+from .errors import ConfigError, FrameworkError, ModelError, PluginError
+from .flags import with_settings
+from .settings import Settings, unknown_variables
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+FRONTENDS = "framework.frontends"
+"""Entry points `serve(settings, plugins, ui) -> int | None`: how the core runs a server without importing it."""
+
+app = typer.Typer(
+    help="Serve large language models; every decision of the engine is a plugin.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Errors that are the user's to fix become red lines and an exit code; everything else keeps its traceback."""
+    try:
+        yield
+    except FrameworkError as error:
+        for line in str(error).splitlines() or [type(error).__name__]:
+            typer.echo(typer.style("error: ", fg="red", bold=True) + line, err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError | PluginError | ModelError) else 1) from None
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"framework {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _serve(settings: Settings) -> None:
+    """Serve a model over HTTP with an OpenAI-compatible API."""
+    from .registry import load_plugins
+    from .terminal import TerminalUI
+
+    _warn()
+    plugins = load_plugins(settings)
+    (frontend,) = entry_points(group=FRONTENDS, name="http")
+    with TerminalUI() as ui:
+        code = frontend.load()(settings, plugins, ui)
+    raise typer.Exit(code or 0)
+
+
+app.command("serve")(reported()(with_settings(_serve)))
+
+
+def _warn() -> None:
+    for problem in unknown_variables():
+        typer.echo(typer.style("warning: ", fg="yellow") + problem, err=True)
+
+
+plugins_app = typer.Typer(help="What can be selected: every provider by kind.", invoke_without_command=True)
+app.add_typer(plugins_app, name="plugins")
+
+
+@plugins_app.callback()
+@reported()
+def _plugins(context: typer.Context) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    from .registry import load_plugins
+
+    plugins = load_plugins()
+    rows = [
+        (p.kind, p.name, " ".join(plugins.origin(p)), p.summary)
+        for p in sorted(plugins.providers(), key=lambda p: (p.kind, p.name))
+    ]
+    _columns([("kind", "name", "package", "summary"), *rows])
+
+
+@plugins_app.command("show")
+@reported()
+def _show(name: Annotated[str, typer.Argument(help="Name of a provider, as `framework plugins` lists it.")]) -> None:
+    """Print a provider's options: types, defaults, descriptions."""
+    from .registry import load_plugins
+
+    plugins = load_plugins()
+    found = [p for p in plugins.providers() if name in (p.name, f"{p.kind}/{p.name}")]
+    if not found:
+        names = ", ".join(sorted({p.name for p in plugins.providers()}))
+        raise ConfigError(f"{name}: no such provider; available: {names}")
+    for provider in found:
+        typer.echo(f"{provider.kind} {provider.name} ({' '.join(plugins.origin(provider))})")
+        if provider.summary:
+            typer.echo(f"  {provider.summary}")
+        fields: dict[str, FieldInfo] = getattr(provider.options, "model_fields", {})
+        typer.echo("  options:" if fields else "  no options")
+        _columns([_option(option, info) for option, info in fields.items()], indent="    ")
+
+
+def _option(name: str, info: FieldInfo) -> tuple[str, str, str, str]:
+    kind = getattr(info.annotation, "__name__", None) if isinstance(info.annotation, type) else str(info.annotation)
+    limits = [repr(limit) for limit in info.metadata]
+    default = "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
+    return name, " ".join([str(kind).replace("typing.", ""), *limits]), default, info.description or ""
+
+
+def _columns(rows: Sequence[tuple[str, ...]], indent: str = "") -> None:
+    """Aligned, never cut: whoever pipes this somewhere gets every word."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo(indent + "  ".join(cells).rstrip())
+
+
+@app.command("env")
+@reported()
+def _env() -> None:
+    """Print what a bug report needs: versions, machine, devices, plugins, settings without secrets."""
+    from .environment import report
+
+    _warn()
+    for section, rows in report():
+        typer.echo(section)
+        _columns(rows, indent="  ")

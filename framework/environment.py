@@ -1,0 +1,145 @@
+"""`framework env`: what a bug report needs, without secrets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from . import __version__
+from .errors import FrameworkError
+
+_LIBRARIES = (
+    *("torch", "triton", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub", "pydantic", "pluggy"),
+    *("msgspec", "pyzmq", "fastapi", "uvicorn", "uvloop", "structlog", "opentelemetry-sdk", "prometheus-client"),
+)
+_CPU_FLAGS = (
+    *("avx", "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16"),
+    *("amx_int8", "f16c", "fma", "asimd", "bf16", "i8mm", "sve"),
+)
+_VARIABLES = re.compile(r"^(FRAMEWORK|HF)_|^(OMP_NUM_THREADS|MKL_NUM_THREADS|CUDA_VISIBLE_DEVICES|TORCH_\w+)$")
+_SECRET = re.compile(r"(token|key|secret|passw|auth|header|credential)", re.IGNORECASE)
+
+
+def report() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(section, rows of (name, value)) for every section."""
+    yield (
+        "versions",
+        [
+            ("framework", __version__),
+            ("python", f"{platform.python_version()} ({sys.executable})"),
+            *((name, _version(name)) for name in _LIBRARIES),
+        ],
+    )
+    yield "machine", list(_machine())
+    yield "devices", list(_devices())
+    yield "plugins", list(_plugins())
+    yield "settings", list(variables(os.environ)) or [("none", "no FRAMEWORK_* or HF_* variable is set")]
+
+
+def variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The variables that matter, secrets masked."""
+    for name, value in sorted(environment.items()):
+        if _VARIABLES.search(name):
+            yield name, "***" if _SECRET.search(name) else mask(value)
+
+
+def mask(text: str) -> str:
+    """`text` without passwords in URLs and without what follows a name that sounds secret."""
+    text = re.sub(r"(?<=://)[^/@\s]+(?=@)", "***", text)
+    return re.sub(rf"({_SECRET.pattern}\w*[\"']?\s*[:=]\s*)(\"[^\"]*\"|'[^']*'|[^,&\s}}]+)", r"\1***", text, flags=re.I)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _machine() -> Iterator[tuple[str, str]]:
+    yield "OS", platform.platform()
+    model, flags = _cpu()
+    yield "CPU", model
+    yield "CPU flags", " ".join(name for name in _CPU_FLAGS if name in flags) or "none of interest"
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cores", f"{psutil.cpu_count(logical=False)} physical, {os.cpu_count()} logical, {usable} usable by us"
+    memory = psutil.virtual_memory()
+    yield "memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available"
+    yield "cgroup", _cgroup()
+    yield "compiler", _compiler()
+
+
+def _cpu() -> tuple[str, set[str]]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine(), set()
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1] if model else platform.machine(), set(flags[1].split()) if flags else set()
+
+
+def _cgroup() -> str:
+    """The limits of our control group: the nearest that sets one on the way to the root (v2), else v1's."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        own = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        return "none"
+    folder = root / own[1] if own else root
+    folders = [place for place in (folder, *folder.parents) if place.is_relative_to(root)]
+    found = []
+    for label, files in (
+        ("memory", [*(place / "memory.max" for place in folders), root / "memory/memory.limit_in_bytes"]),
+        ("cpu", [place / "cpu.max" for place in folders]),
+    ):
+        for file in files:
+            value = file.read_text().split() if file.is_file() else ["max"]
+            if value[0] != "max" and int(value[0]) < 2**60:  # v1 says "no limit" with a huge number
+                amount = int(value[0])
+                shown = f"{amount / 2**30:.2f} GiB" if label == "memory" else f"{amount / int(value[1]):.2f} cores"
+                found.append(f"{label} {shown}")
+                break
+    return ", ".join(found) or "no limits found"
+
+
+def _compiler() -> str:
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        path = shutil.which(name)
+        if path:
+            done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+            return f"{(done.stdout or done.stderr).splitlines()[0]} ({path})"
+    return "none found"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    import torch  # takes a second, and nothing else of this module needs it
+
+    yield "cpu", f"torch threads {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
+    yield "CUDA", f"{torch.version.cuda or 'not in this build of torch'}"
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        memory = f"{device.total_memory / 2**30:.1f} GiB"
+        yield f"cuda:{index}", f"{device.name}, {memory}, capability {device.major}.{device.minor}"
+
+
+def _plugins() -> Iterator[tuple[str, str]]:
+    from .registry import load_plugins
+
+    try:
+        plugins = load_plugins()
+    except FrameworkError as error:  # a report about a broken plugin has to come out all the same
+        yield "error", str(error)
+        return
+    yield from plugins.manifest.items()
+    for provider in plugins.providers():
+        yield f"{provider.kind} {provider.name}", " ".join(plugins.origin(provider))

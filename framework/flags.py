@@ -1,0 +1,141 @@
+"""The settings as command line flags: one flag per field, all optional, so that `Settings` alone decides what wins."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+
+import typer
+import yaml
+
+from .errors import ConfigError
+from .settings import Settings, flag, variable
+
+
+class Flag(NamedTuple):
+    """One setting as the user meets it. `metavar` is empty for a switch; `default` is empty where there is none."""
+
+    field: str
+    panel: str
+    name: str
+    metavar: str
+    default: str
+    description: str
+    variable: str
+
+    @property
+    def repeatable(self) -> bool:
+        return self.metavar in ("KEY=VALUE", "NAME")
+
+
+def flags() -> list[Flag]:
+    """Every setting, in the order of the model."""
+    found = []
+    for field, info in Settings.model_fields.items():
+        extra = info.json_schema_extra
+        panel = str(extra["group"]) if isinstance(extra, dict) else "Options"
+        default = "" if info.default in (None, {}, ()) else str(info.default).lower()
+        metavar = _metavar(info.annotation)
+        description = info.description or ""
+        if metavar == "CHOICE":
+            description += f" One of {', '.join(get_args(info.annotation))}."
+        found.append(Flag(field, panel, flag(field), metavar, default, description, variable(field)))
+    return found
+
+
+def _metavar(annotation: Any) -> str:
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+    if get_origin(annotation) is Literal:
+        return "CHOICE"
+    if get_origin(annotation) is dict:
+        return "KEY=VALUE"
+    if get_origin(annotation) is tuple:
+        return "NAME"
+    kind = kinds[0] if kinds else annotation
+    return {bool: "", int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(kind, "TEXT")
+
+
+def with_settings(run: Callable[..., None], without: Sequence[str] = ()) -> Callable[..., None]:
+    """`run(settings, **others)` as a command that takes every setting but those of the panels `without`, and
+    --config, besides the parameters of `run` itself."""
+    own = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
+    taken = [option for option in flags() if option.panel not in without]
+
+    def command(**values: Any) -> None:
+        config = values.pop("config")
+        given = {option.field: _value(option, values.pop(option.field)) for option in taken}
+        run(Settings.load(config, **given), **values)
+
+    config = inspect.Parameter(
+        "config",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            Path | None,
+            typer.Option(
+                metavar="FILE",
+                envvar=variable("config"),
+                show_envvar=False,
+                help=f"YAML file of settings, spelt as the flags are. \\[env: {variable('config')}]",
+            ),
+        ],
+    )
+    parameters = [
+        *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own),
+        config,
+        *(_parameter(option) for option in taken),
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = run.__doc__
+    return command
+
+
+def _parameter(option: Flag) -> inspect.Parameter:
+    notes = [f"\\[default: {option.default}]"] if option.default else []
+    notes.append(f"\\[env: {option.variable}]")
+    info = typer.Option(
+        f"{option.name}/--no-{option.name[2:]}" if not option.metavar else option.name,
+        metavar=option.metavar or None,
+        help=" ".join([option.description, *notes]),
+        rich_help_panel=option.panel,
+        show_default=False,
+    )
+    # Values stay text here: the settings model converts and checks them, whichever way they came.
+    kind: Any = bool if not option.metavar else list[str] if option.repeatable else str
+    return inspect.Parameter(
+        option.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+    )
+
+
+def _value(option: Flag, given: Any) -> Any:
+    if option.metavar == "KEY=VALUE":
+        return _pairs(option, given or ())
+    if option.repeatable:
+        return tuple(given) if given else None
+    return given
+
+
+def _pairs(option: Flag, given: Sequence[str]) -> dict[str, Any] | None:
+    """`["a=1", "b=x"]` -> `{"a": 1, "b": "x"}`; values are YAML scalars."""
+    found: dict[str, Any] = {}
+    for text in given:
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"{option.name}: {text!r} is not key=value")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"{option.name}: the value in {text!r} is not a YAML value") from None
+    return found or None
+
+
+def panels() -> Iterator[tuple[str, list[Flag]]]:
+    """The flags by panel, both in the order of the model."""
+    grouped: dict[str, list[Flag]] = {}
+    for option in flags():
+        grouped.setdefault(option.panel, []).append(option)
+    yield from grouped.items()

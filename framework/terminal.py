@@ -1,0 +1,121 @@
+"""What `framework serve` and `framework generate` show while they start: progress, then one banner."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from . import __version__
+from .messages import EngineInfo
+
+_REASONS = {
+    "set": "as set",
+    "model": "the model's limit",
+    "pool": "all that the KV pool holds; --kv-memory makes it larger",
+}
+_ORDER = ("scheduler", "kv", "kernel", "sampler", "executor", "model", "checkpoint")
+
+
+class UI(Protocol):
+    """How a front end reports its start-up."""
+
+    def progress(self, stage: str, share: float) -> None:
+        """`share` of `stage` is done: 0..1."""
+
+    def banner(self, info: EngineInfo, url: str, chat: bool) -> None:
+        """Ready at `url` (such as http://127.0.0.1:8000); `chat`: there is a chat template."""
+
+
+class TerminalUI:
+    """Progress on stderr (a bar on a terminal, else a line per stage), the banner on stdout. A context manager:
+    leaving it, for whatever reason, gives the terminal back."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bars: Progress | None = None
+        self._stages: dict[str, TaskID | None] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop drawing."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def progress(self, stage: str, share: float) -> None:
+        """See `UI`."""
+        if not self._console.is_terminal:
+            if stage not in self._stages:
+                self._stages[stage] = None
+                print(f"{stage} ...", file=sys.stderr, flush=True)
+            return
+        if self._bars is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+            self._bars = Progress(*columns, console=self._console, transient=True)
+            self._bars.start()
+        task = self._stages.get(stage)
+        if task is None:
+            task = self._stages[stage] = self._bars.add_task(stage, total=1.0)
+        self._bars.update(task, completed=share)
+
+    def banner(self, info: EngineInfo, url: str, chat: bool) -> None:
+        """See `UI`."""
+        self.close()
+        print(banner(info, url, chat), flush=True)
+
+
+def banner(info: EngineInfo, url: str, chat: bool) -> str:
+    """Plain lines that no terminal width breaks: the last one is to be pasted."""
+    names = sorted(info.providers.items(), key=lambda item: (*_ORDER, item[0]).index(item[0]))
+    tokens = info.kv_blocks * info.block_size
+    fit = info.kv_blocks // -(-info.max_model_len // info.block_size)
+    rows = [
+        ("model", f"{info.model} ({info.architecture}), {info.dtype}"),
+        ("device", f"{info.device}, {info.threads} thread{'s' * (info.threads != 1)}"),
+        ("plugins", ", ".join(f"{kind} {name}" for kind, name in names)),
+        (
+            "KV cache",
+            f"{info.kv_blocks} blocks of {info.block_size} = {tokens} tokens "
+            f"({_size(info.kv_blocks * info.block_bytes)}); {fit} request{'s' * (fit != 1)} of full length "
+            f"fit{'s' * (fit == 1)}",
+        ),
+        ("length", f"at most {info.max_model_len} tokens ({_REASONS[info.max_model_len_reason]})"),
+        ("step", f"at most {info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens"),
+        *(("note", note) for note in info.notes),
+        ("URL", f"{url}/v1"),
+    ]
+    lines = [f"  {name:<9} {text}" for name, text in rows]
+    head = f"framework {__version__} is ready (loaded in {info.load_seconds:.1f} s)"
+    return "\n".join(["", head, *lines, "", f"  {curl(info.model, url, chat)}", ""])
+
+
+def curl(model: str, url: str, chat: bool) -> str:
+    """A first request, quoted for a POSIX shell."""
+    ask: dict[str, object]
+    if chat:
+        route, ask = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is a llama?"}]}
+    else:
+        route, ask = "/v1/completions", {"prompt": "A llama is"}
+    body = json.dumps({"model": model, **ask, "max_tokens": 64})
+    return f"curl {shlex.quote(url + route)} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
