@@ -1,1 +1,44 @@
+"""Helpers for people who write plugins: run any scheduler or KV cache without a model, and have every step checked.
 
+    from framework.testing import CheckingExecutor, ScriptedExecutor, PlanFault, VirtualClock
+
+- `CheckingExecutor` obeys plans as a GPU worker would, but instead of keys and values it remembers, for every slot of
+  every block, which tokens were written there. A step that would read anything else than the request's own context is a
+  `PlanFault`, and so is a plan that breaks its contract in any other way. Its output depends only on a request's seed
+  and tokens: whatever the schedule, a request's output must be the same.
+- `ScriptedExecutor` does the same and lets the prompt dictate the output (it repeats the prompt for ever), for tests of
+  a server that need to know what comes.
+- `VirtualClock` is time that moves only when told, for simulations.
+
+`--executor checking` and `--executor scripted` select them in a server. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_PUBLIC = {
+    "CheckingExecutor": "checking",
+    "PlanFault": "memory",
+    "RequestFailed": "checking",
+    "StepFailed": "checking",
+    "ScriptedExecutor": "scripted",
+    "VirtualClock": "clock",
+}
+__all__ = ["CheckingExecutor", "PlanFault", "RequestFailed", "ScriptedExecutor", "StepFailed", "VirtualClock"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if TYPE_CHECKING:
+    from .checking import CheckingExecutor as CheckingExecutor
+    from .checking import RequestFailed as RequestFailed
+    from .checking import StepFailed as StepFailed
+    from .clock import VirtualClock as VirtualClock
+    from .memory import PlanFault as PlanFault
+    from .scripted import ScriptedExecutor as ScriptedExecutor

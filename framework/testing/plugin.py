@@ -1,0 +1,55 @@
+"""Makes the executors of this package selectable: `--executor checking`, `--executor scripted`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, Field
+
+from ..hookspecs import hookimpl
+from ..types import Provider
+
+if TYPE_CHECKING:
+    from ..executor import Executor
+    from ..settings import Settings
+    from .checking import CheckingExecutor
+
+
+class ExecutorOptions(BaseModel, extra="forbid"):
+    """Options of the executors without a model."""
+
+    blocks: int = Field(1024, ge=1, description="Blocks in the pool where --kv-blocks is not set.")
+    vocab_size: int = Field(256, ge=1, description="Output tokens of `checking` are below this.")
+    delay: float = Field(0.0, ge=0, description="Seconds each step takes.")
+
+
+def _checking(options: ExecutorOptions, settings: Settings) -> Executor:
+    from .checking import CheckingExecutor
+
+    return _make(CheckingExecutor, options, settings)
+
+
+def _scripted(options: ExecutorOptions, settings: Settings) -> Executor:
+    from .scripted import ScriptedExecutor
+
+    return _make(ScriptedExecutor, options, settings)
+
+
+def _make(kind: type[CheckingExecutor], options: ExecutorOptions, settings: Settings) -> Executor:
+    return kind(
+        settings.kv_blocks or options.blocks,
+        settings.block_size,
+        vocab_size=options.vocab_size,
+        token_budget=settings.max_num_batched_tokens,
+        seats=settings.max_num_seqs,
+        cost=lambda plan: options.delay,
+    )
+
+
+@hookimpl
+def providers() -> Iterable[Provider]:
+    return [
+        Provider("executor", "checking", _checking, ExecutorOptions, summary="no model: checks plans, random tokens"),
+        Provider("executor", "scripted", _scripted, ExecutorOptions, summary="no model: checks plans, echoes prompts"),
+    ]
