@@ -72,8 +72,8 @@ def configure(
     """Send all logs of this process to `stream` (default: stderr). May be called again.
 
     `level`: debug, info, warning, error. `format`: "json", one object per line, or "text" ("auto" is text),
-    coloured on a terminal only. `process` ("server", "engine") names the process on each line when `format` is
-    json or `level` is debug. Start uvicorn with `log_config=None`, or it replaces what is set up here.
+    coloured on a terminal only. `process` ("server", "engine") names the process on each line when `format`
+    is json or `level` is debug. Start uvicorn with `log_config=None`, or it replaces what is set up here.
     """
     stream = stream if stream is not None else sys.stderr
     debug = level == "debug"

@@ -1,1 +1,51 @@
+"""Metrics and traces. Importing this costs nothing: the libraries are loaded when a plugin is activated."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from framework import Provider, hookimpl
+
+if TYPE_CHECKING:
+    from framework.settings import Settings
+
+    from .otel import Otel
+    from .prometheus import Prometheus
+
+
+class OtelOptions(BaseModel):
+    """Options of the `otel` plugin."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step_sampling: Annotated[int, Field(ge=0)] = 100
+    """Trace every n-th step of the engine; 0: none. Requests are always traced."""
+
+
+@hookimpl
+def providers() -> Iterable[Provider]:
+    return [
+        Provider("plugin", "prometheus", _prometheus, summary="metrics at /metrics (always active)"),
+        Provider(
+            "plugin",
+            "otel",
+            _otel,
+            OtelOptions,
+            summary="OpenTelemetry spans of requests and steps (active with --otlp-endpoint)",
+        ),
+    ]
+
+
+def _prometheus() -> Prometheus:
+    from .prometheus import Prometheus
+
+    return Prometheus()
+
+
+def _otel(settings: Settings, options: OtelOptions) -> Otel:
+    from .otel import Otel
+
+    return Otel(settings, options)

@@ -1,0 +1,156 @@
+"""Metrics for Prometheus: the engine's state from its last message, latencies from what the server delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from framework import Delivery, ResponseRecord, __version__, hookimpl
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from framework.messages import EngineInfo, EngineStats
+
+# Supersets of the buckets that the OpenTelemetry conventions give for servers of generative models.
+_TTFT = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
+    *(20, 40, 80, 160),
+)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_E2E = tuple(0.01 * 2**k for k in range(16))
+_TOKENS = tuple(2**k for k in range(18))
+
+
+class EngineClient(Protocol):
+    """What this plugin reads of the engine client."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def info(self) -> EngineInfo | None: ...
+    @property
+    def alive(self) -> bool: ...
+
+
+class Prometheus:
+    """Serves GET /metrics from a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+
+        def histogram(name: str, help: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"framework_{name}", help, buckets=buckets, registry=self.registry)
+
+        def counter(name: str, help: str, label: str) -> Counter:
+            return Counter(f"framework_{name}", help, [label], registry=self.registry)
+
+        self._ttft = histogram("time_to_first_token_seconds", "From receiving a request to its first token.", _TTFT)
+        self._itl = histogram("inter_token_latency_seconds", "Between successive tokens of one output.", _ITL)
+        self._e2e = histogram("e2e_request_latency_seconds", "From first to last byte of a served request.", _E2E)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a served request.", _TOKENS)
+        self._output = histogram("request_generation_tokens", "Output tokens of a served request.", _TOKENS)
+        self._success = counter("request_success", "Outputs that ended without an error.", "finish_reason")
+        self._failed = counter("requests_failed", "Requests that ended with an error.", "status")
+        for reason in ("stop", "length", "abort"):
+            self._success.labels(reason)
+
+    @hookimpl
+    def routes(self, client: EngineClient) -> Iterable[APIRouter]:
+        from fastapi import APIRouter, Request, Response  # not in the engine process
+
+        self.registry.register(_EngineCollector(client))
+        router = APIRouter()
+
+        async def metrics(request: Request) -> Response:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+            return Response(encode(self.registry), media_type=content_type)
+
+        # `from __future__ import annotations` hides the local name Request from FastAPI: pass it as an object.
+        metrics.__annotations__ = {"request": Request}
+        router.add_api_route("/metrics", metrics, response_class=Response, response_model=None, tags=["operations"])
+        return [router]
+
+    @hookimpl
+    def tokens_delivered(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            if delivery.ttft is not None:
+                self._ttft.observe(delivery.ttft)
+            elif delivery.gap is not None and delivery.tokens:
+                # Tokens of one step come together; to the reader they are evenly spread over the gap.
+                for _ in range(delivery.tokens):
+                    self._itl.observe(delivery.gap / delivery.tokens)
+
+    @hookimpl
+    def response_done(self, record: ResponseRecord) -> None:
+        if record.error is not None:
+            self._failed.labels(str(record.status)).inc()
+            return
+        for reason in record.finish_reasons:
+            self._success.labels(reason).inc()
+        self._e2e.observe((record.end - record.start) / 1e9)
+        self._prompt.observe(record.prompt_tokens)
+        self._output.observe(record.output_tokens)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's last statistics when scraped."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterable[Metric]:
+        stats, info = self._client.stats, self._client.info
+        used = stats.kv_holding + stats.kv_reserved
+
+        def gauge(name: str, help: str, value: float) -> Metric:
+            return GaugeMetricFamily(f"framework_{name}", help, value=value)
+
+        def counter(name: str, help: str, value: float) -> Metric:
+            return CounterMetricFamily(f"framework_{name}", help, value=value)
+
+        yield gauge("engine_up", "1 while the engine process is alive.", float(self._client.alive))
+        yield gauge("requests_running", "Requests in the running batch.", stats.running)
+        yield gauge("requests_waiting", "Requests waiting for admission.", stats.waiting)
+        yield gauge(
+            "kv_cache_usage",
+            "Share of KV blocks in use by running requests, 0 to 1.",
+            used / stats.kv_blocks if stats.kv_blocks else 0.0,
+        )
+        blocks = GaugeMetricFamily("framework_kv_blocks", "KV blocks by state.", labels=["state"])
+        for state, count in (
+            ("holding", stats.kv_holding),
+            ("reserved", stats.kv_reserved),
+            ("cached", stats.kv_cached),
+            ("free", stats.kv_blocks - used - stats.kv_cached),
+            ("swapped", stats.kv_swapped),
+        ):
+            blocks.add_metric([state], count)
+        yield blocks
+        preemptions = CounterMetricFamily("framework_preemptions", "Preemptions by mode.", labels=["mode"])
+        preemptions.add_metric(["swap"], stats.preemptions_swap)
+        preemptions.add_metric(["recompute"], stats.preemptions_recompute)
+        yield preemptions
+        yield counter("prompt_tokens", "Prompt tokens computed, recomputation included.", stats.prompt_tokens)
+        yield counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
+        yield counter("failed_steps", "Steps that raised.", stats.failed_steps)
+        faults = CounterMetricFamily("framework_plugin_faults", "Exceptions of a plugin.", labels=["plugin"])
+        for plugin, count in stats.plugin_faults.items():
+            faults.add_metric([plugin], count)
+        yield faults
+        if info is not None:
+            values = {
+                "version": __version__,
+                "model": info.model,
+                "dtype": info.dtype,
+                "device": info.device,
+                "block_size": str(info.block_size),
+                "kv_blocks": str(info.kv_blocks),
+                "max_model_len": str(info.max_model_len),
+            }
+            yield InfoMetricFamily("framework_engine", "What is being served.", value=values)
