@@ -71,6 +71,27 @@ def _serve(settings: Settings) -> None:
 app.command("serve")(reported()(with_settings(_serve)))
 
 
+def _generate(
+    settings: Settings,
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this share only.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw", help="Apply the chat template or not; default: if there is one.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Generate once and print the text as it comes."""
+    raise NotImplementedError
+
+
+app.command("generate")(reported()(with_settings(_generate, without=("Server",))))
+
+
 def _warn() -> None:
     for problem in unknown_variables():
         typer.echo(typer.style("warning: ", fg="yellow") + problem, err=True)

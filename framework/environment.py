@@ -16,6 +16,7 @@ import psutil
 
 from . import __version__
 from .errors import FrameworkError
+from .machine import cpu_name, cpus, free_memory, size
 
 _LIBRARIES = (
     *("torch", "triton", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub", "pydantic", "pluggy"),
@@ -67,49 +68,23 @@ def _version(name: str) -> str:
 
 def _machine() -> Iterator[tuple[str, str]]:
     yield "OS", platform.platform()
-    model, flags = _cpu()
-    yield "CPU", model
-    yield "CPU flags", " ".join(name for name in _CPU_FLAGS if name in flags) or "none of interest"
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "cores", f"{psutil.cpu_count(logical=False)} physical, {os.cpu_count()} logical, {usable} usable by us"
+    yield "CPU", cpu_name()
+    yield "CPU flags", " ".join(name for name in _CPU_FLAGS if name in _cpu_flags()) or "none of interest"
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cores", f"{os.cpu_count()}, of which affinity allows {affinity} and the cgroup {cpus()}"
     memory = psutil.virtual_memory()
-    yield "memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available"
-    yield "cgroup", _cgroup()
+    free = f"{size(memory.available)} available, {size(free_memory())} within the cgroup"
+    yield "memory", f"{size(memory.total)}, {free}"
     yield "compiler", _compiler()
 
 
-def _cpu() -> tuple[str, set[str]]:
+def _cpu_flags() -> set[str]:
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
-        return platform.processor() or platform.machine(), set()
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        return set()
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    return model[1] if model else platform.machine(), set(flags[1].split()) if flags else set()
-
-
-def _cgroup() -> str:
-    """The limits of our control group: the nearest that sets one on the way to the root (v2), else v1's."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        own = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-    except OSError:  # not Linux
-        return "none"
-    folder = root / own[1] if own else root
-    folders = [place for place in (folder, *folder.parents) if place.is_relative_to(root)]
-    found = []
-    for label, files in (
-        ("memory", [*(place / "memory.max" for place in folders), root / "memory/memory.limit_in_bytes"]),
-        ("cpu", [place / "cpu.max" for place in folders]),
-    ):
-        for file in files:
-            value = file.read_text().split() if file.is_file() else ["max"]
-            if value[0] != "max" and int(value[0]) < 2**60:  # v1 says "no limit" with a huge number
-                amount = int(value[0])
-                shown = f"{amount / 2**30:.2f} GiB" if label == "memory" else f"{amount / int(value[1]):.2f} cores"
-                found.append(f"{label} {shown}")
-                break
-    return ", ".join(found) or "no limits found"
+    return set(flags[1].split()) if flags else set()
 
 
 def _compiler() -> str:
@@ -128,8 +103,7 @@ def _devices() -> Iterator[tuple[str, str]]:
     yield "CUDA", f"{torch.version.cuda or 'not in this build of torch'}"
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        memory = f"{device.total_memory / 2**30:.1f} GiB"
-        yield f"cuda:{index}", f"{device.name}, {memory}, capability {device.major}.{device.minor}"
+        yield f"cuda:{index}", f"{device.name}, {size(device.total_memory)}, capability {device.major}.{device.minor}"
 
 
 def _plugins() -> Iterator[tuple[str, str]]:

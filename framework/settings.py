@@ -126,7 +126,7 @@ class Settings(BaseSettings):
         None, "Telemetry", "Export OpenTelemetry traces to this OTLP/HTTP URL; unset: no tracing, no cost."
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Telemetry", "Least severe log line.")
-    log_format: Literal["auto", "text", "json"] = setting("auto", "Telemetry", "text, json; auto: text.")
+    log_format: Literal["auto", "text", "json"] = setting("auto", "Telemetry", "How log lines look; auto: text.")
 
     @field_validator("kv_memory")
     @classmethod

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from . import __version__
+from .machine import size
 from .messages import EngineInfo
 
 _REASONS = {
@@ -89,7 +90,7 @@ def banner(info: EngineInfo, url: str, chat: bool) -> str:
         (
             "KV cache",
             f"{info.kv_blocks} blocks of {info.block_size} = {tokens} tokens "
-            f"({_size(info.kv_blocks * info.block_bytes)}); {fit} request{'s' * (fit != 1)} of full length "
+            f"({size(info.kv_blocks * info.block_bytes)}); {fit} request{'s' * (fit != 1)} of full length "
             f"fit{'s' * (fit == 1)}",
         ),
         ("length", f"at most {info.max_model_len} tokens ({_REASONS[info.max_model_len_reason]})"),
@@ -111,11 +112,3 @@ def curl(model: str, url: str, chat: bool) -> str:
         route, ask = "/v1/completions", {"prompt": "A llama is"}
     body = json.dumps({"model": model, **ask, "max_tokens": 64})
     return f"curl {shlex.quote(url + route)} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"

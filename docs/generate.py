@@ -1,0 +1,74 @@
+"""Write docs/cli.md from the settings model and the command line: `python docs/generate.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer
+
+from framework.cli import app
+from framework.flags import Flag, panels
+
+TARGET = Path(__file__).with_name("cli.md")
+_INTRODUCTION = """\
+# Command line
+
+<!-- Written by docs/generate.py from the settings model; a test fails when it is out of date. -->
+
+| command | what it does |
+|---|---|
+{commands}
+
+## Settings
+
+Every setting below is a flag of `framework serve` and `framework generate` (which has no use for the group
+*Server*), an environment variable and a key of the YAML file that `--config FILE` (or `FRAMEWORK_CONFIG`) names.
+Flags win over variables, variables over the file, the file over the defaults. The three spellings of one setting:
+
+    framework serve --max-num-seqs 64 --scheduler-opt aging=30 --plugin quota
+    FRAMEWORK_MAX_NUM_SEQS=64 FRAMEWORK_SCHEDULER_OPT='{{"aging": 30}}' FRAMEWORK_PLUGIN='["quota"]' framework serve
+
+    # settings.yaml
+    max_num_seqs: 64
+    scheduler_opt: {{aging: 30}}
+    plugin: [quota]
+
+Options of providers (`--scheduler-opt`, `--kv-opt`, ...) merge key by key, in the same order of precedence;
+`framework plugins show NAME` lists those of a provider. Values after `key=` are read as YAML: numbers, `true`, text.
+
+A wrong setting ends start-up with exit code 2 and one line per problem that names the flag, variable or key. Other
+exit codes: 1 for a failure later on, 130 for Ctrl-C.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    command = typer.main.get_command(app)
+    names = [(name, (sub.help or "").splitlines()[0]) for name, sub in command.commands.items()]  # type: ignore[attr-defined]
+    rows = [f"| `framework {name}` | {text} |" for name, text in names]
+    parts = [_INTRODUCTION.format(commands="\n".join(rows))]
+    for panel, options in panels():
+        parts.append(
+            f"### {panel}\n\n| flag | default | meaning |\n|---|---|---|\n" + "\n".join(map(_row, options)) + "\n"
+        )
+    parts.append("## `framework generate`\n\nBesides the settings:\n\n| flag | meaning |\n|---|---|")
+    settings = {option.name for _, options in panels() for option in options} | {"--config", "--help"}
+    for parameter in command.commands["generate"].params:  # type: ignore[attr-defined]
+        if parameter.param_type_name == "argument":
+            parts[-1] += f"\n| `{parameter.name.upper()}` | {parameter.help} |"
+        elif not settings & set(parameter.opts):
+            names_ = "`, `".join([*parameter.opts, *parameter.secondary_opts])
+            parts[-1] += f"\n| `{names_}` | {parameter.help} |"
+    return "\n".join(parts) + "\n"
+
+
+def _row(option: Flag) -> str:
+    metavar = f" {option.metavar}" if option.metavar else ""
+    default = f"`{option.default}`" if option.default else ""
+    description = re.sub(r"(?<!`)(--[a-z-]+)", r"`\1`", option.description)
+    return f"| `{option.name}{metavar}` | {default} | {description} |"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), "utf-8")
