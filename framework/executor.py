@@ -10,7 +10,9 @@ from .kv import CacheSpec, Capacity
 from .plan import Plan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from .model import ModelSpec
 
 
 class Clock(Protocol):
@@ -55,7 +57,13 @@ class Executor(ABC):
     clock: Clock = MonotonicClock()
     max_in_flight: int = 1
     cache_spec: CacheSpec
-    """Set by `start`."""
+    """Set by `start`, as are the following."""
+    spec: ModelSpec
+    dtype_name: str = ""
+    backend_name: str = ""
+    threads: int = 1
+    notes: Sequence[str] = ()
+    """Sentences worth a line in the start-up banner."""
 
     @abstractmethod
     def start(self, progress: Callable[[str, float], None] = lambda stage, share: None) -> Capacity:

@@ -68,7 +68,11 @@ class RequestData(_Record):
 
 
 class Plan(_Record):
-    """One step. `finished` names requests whose executor state may be dropped (finished or aborted)."""
+    """One step. `finished` names requests whose executor state is dropped: ended, aborted, or to be sent again.
+
+    An executor applies `finished` and `preempted`, then `new`, then the slices' deltas, then `copies` in their order,
+    then computes the slices.
+    """
 
     step: int
     new: tuple[RequestData, ...] = ()
@@ -113,8 +117,7 @@ class StepResult(_Record):
 class Timings(msgspec.Struct):
     """When each stage of a step started and ended, nanoseconds of the executor's clock.
 
-    Stages: admission, kv_allocation, preemption (inside admission's walk: their own sums are in `spent`),
-    batch_build, forward, sampling, commit.
+    Stages: admission, kv_allocation (with any preemption inside it), batch_build, forward, sampling, commit.
     """
 
     start: int

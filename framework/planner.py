@@ -8,19 +8,17 @@ that raised. docs/step.md tells the rules and why each is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .errors import PluginError
 from .kv import KVCache, Reservation
-from .plan import Delta, Plan, Preempted, RequestData, Slice, StepResult
+from .plan import Plan, Preempted, RequestData, Slice, StepResult
+from .policy import Policy, Ranking, default_order
 from .registry import Plugins
-from .types import Budget, Mode, Request, Shortage, Status, Victim, Want
+from .types import Budget, Mode, Request, Shortage, Status, Victim
 from .view import LiveView
 
-MAX_FAULTS = 10
-"""Steps in a row in which a policy may fail before the engine stops."""
 MAX_STALLED = 8
 """Steps without a slice, while work exists, after which the core ranks one step itself."""
 
@@ -34,13 +32,6 @@ class Limits(NamedTuple):
     strict: bool = False
 
 
-class Ended(NamedTuple):
-    """A request that `fail` or `commit` ended, and why."""
-
-    request: Request
-    error: str
-
-
 class Planner:
     """The state of all unfinished requests, and the decisions about them. One thread calls it."""
 
@@ -50,17 +41,14 @@ class Planner:
         self.kv = kv
         self.limits = limits
         self.view = LiveView(kv, seed)
-        self.faults: dict[str, int] = {}
+        self.policy = Policy(plugins, limits.strict)
         self.preemptions = {Mode.SWAP: 0, Mode.RECOMPUTE: 0}
+        self.prompt_tokens = 0  # prompt tokens computed, recomputation included
         self.forced = 0  # steps that the core ranked because the policy made no progress
         self.stages: list[tuple[str, int, int]] = []  # of the current plan
-        self._hook = plugins.hook
-        self._blame = plugins.blame
         self._ns = ns
         self._step = 0
         self._stalled = 0
-        self._faults_in_row = 0
-        self._faulty = False
         self._granted: list[tuple[Request, Slice]] = []
         self._fallen: dict[Request, Mode] = {}
         self._dropped: list[str] = []  # finished since the last plan: the executor may forget them
@@ -90,17 +78,24 @@ class Planner:
         view = self.view
         self._step += 1
         view.begin(self._step, now)
-        self._granted, self._fallen, self._faulty, self.starved = [], {}, False, None
+        self._granted, self._fallen, self.starved = [], {}, None
         if not view.running and not view.queued:
             self._stalled = 0
             return None
         start = self._ns()
         self.stages = []
-        ranking, closed = self._rank()
+        if self._stalled >= MAX_STALLED:
+            self.forced += 1
+            self.policy.stalled(MAX_STALLED)
+            ranking: Ranking = [*default_order(view.running), *((r, None) for r in view.waiting)]
+            closed = False
+        else:
+            budget = Budget(self.limits.tokens, max(0, self.limits.seats - len(view.running)))
+            ranking, closed = self.policy.rank(view, budget)
         ranked = self._ns()
         new = self._walk(ranking, closed)
         self.stages[:0] = [("admission", start, ranked), ("kv_allocation", ranked, self._ns())]
-        self._count_faults()
+        self.policy.step_over()
         self._stalled = 0 if self._granted else self._stalled + 1
         preempted = tuple(Preempted(r.id, mode) for r, mode in self._fallen.items())
         for request in self._fallen:
@@ -111,62 +106,7 @@ class Planner:
         finished, self._dropped = tuple(self._dropped), []
         return Plan(self._step, tuple(new), tuple(s for _, s in self._granted), copies, preempted, finished)
 
-    def _rank(self) -> tuple[list[tuple[Request, int | None]], bool]:
-        """The step's ranking, and whether admission is closed from the start (after a fault of the policy)."""
-        if self._stalled >= MAX_STALLED:
-            self.forced += 1
-            self._fault(self._policy(), f"no request ran for {MAX_STALLED} steps while work exists")
-            return [*self._default_order(), *((r, None) for r in self.view.waiting)], False
-        view, limits = self.view, self.limits
-        budget = Budget(limits.tokens, max(0, limits.seats - len(view.running)))
-        try:
-            answer = self._hook.admit(view=view, budget=budget)
-            named, exhausted = self._read(answer, min(budget.requests, budget.tokens) + 1)
-        except Exception as exc:  # a policy may raise anything; the step runs without it and the fault is counted
-            self._fault(self._blame("admit", exc), f"{type(exc).__name__}: {exc}", exc)
-            return self._default_order(), True
-        if view.ranked_by is not None and not exhausted:
-            key = view.ranked_by
-            rest = [r for r in view.running if r not in named]
-            rest.sort(key=lambda r: (key(r), r.arrival, r.order))
-            return [*named.items(), *((r, None) for r in rest)], False
-        return [*self._default_order(named), *named.items()], False
-
-    def _read(self, answer: Iterable[Want] | None, most: int) -> tuple[dict[Request, int | None], bool]:
-        """Wants by request, and whether the answer was read to its end.
-
-        At most `seats + 1` waiting requests can start in a step (the last by preemption), so an iterator is not read
-        beyond that: a policy may rank ten thousand requests lazily for free.
-        """
-        named: dict[Request, int | None] = {}
-        lazy = not isinstance(answer, (list, tuple))
-        starting = 0
-        for want in answer or ():
-            request, tokens = want
-            if request in named:
-                raise ValueError(f"request {request.id!r} is named twice")
-            if tokens is not None and tokens < 0:
-                raise ValueError(f"request {request.id!r} is given {tokens} tokens")
-            status = request.status
-            if status is Status.RUNNING:
-                named[request] = tokens
-            elif (status is Status.WAITING or status is Status.PREEMPTED) and tokens != 0:
-                named[request] = tokens
-                starting += 1
-                if lazy and starting > most:
-                    return named, False
-        return named, True
-
-    def _default_order(self, named: dict[Request, int | None] | None = None) -> list[tuple[Request, int | None]]:
-        """Running requests that are not `named`: decodes, then unfinished prefills, each in admission order."""
-        decodes: list[tuple[Request, int | None]] = []
-        prefills: list[tuple[Request, int | None]] = []
-        for r in self.view.running:
-            if not named or r not in named:
-                (decodes if r.num_tokens - r.computed == 1 else prefills).append((r, None))
-        return decodes + prefills if prefills else decodes
-
-    def _walk(self, ranking: list[tuple[Request, int | None]], closed: bool) -> list[RequestData]:
+    def _walk(self, ranking: Ranking, closed: bool) -> list[RequestData]:
         view, kv, granted = self.view, self.kv, self._granted
         left = self.limits.tokens
         started: list[Request] = []
@@ -174,7 +114,7 @@ class Planner:
         for request, tokens in ranking:
             if left <= 0:
                 break
-            if tokens == 0:
+            if tokens == 0 or request in self._fallen:
                 continue
             if request.status is Status.RUNNING:
                 known = request.num_tokens + request.drafts - request.computed
@@ -191,7 +131,7 @@ class Planner:
                     reservation = kv.reserve(request, upto)
                     assert reservation is not None, "the KV cache said that the blocks fit"
                 deltas = reservation.deltas
-            elif closed or request in self._fallen:
+            elif closed:
                 continue
             else:
                 admitted = self._admit(ranking, request, started)
@@ -220,9 +160,7 @@ class Planner:
     def _others(self, started: Sequence[Request]) -> int:
         return len(self.view.running) + len(started) - len(self._fallen)
 
-    def _admit(
-        self, ranking: list[tuple[Request, int | None]], request: Request, started: list[Request]
-    ) -> Reservation | None:
+    def _admit(self, ranking: Ranking, request: Request, started: list[Request]) -> Reservation | None:
         """Blocks for the whole known length of a waiting request, not only its first chunk: requests that reserve a
         chunk at a time evict one another half-way."""
         others = self._others(started)
@@ -236,9 +174,7 @@ class Planner:
         keep = self.limits.watermark if self._others(started) else 0
         return self.kv.reserve(request, request.num_tokens, keep)
 
-    def _preempt(
-        self, ranking: list[tuple[Request, int | None]], beneficiary: Request, upto: int, started: list[Request]
-    ) -> bool:
+    def _preempt(self, ranking: Ranking, beneficiary: Request, upto: int, started: list[Request]) -> bool:
         """Ask for victims until `beneficiary` fits; preempt them together, or nobody."""
         running = beneficiary.status is Status.RUNNING
         taken = {r for r, _ in self._granted}
@@ -265,7 +201,7 @@ class Planner:
         start = self._ns()
         victims: list[Victim] = []
         while any(shortage := short([v.request for v in victims])):
-            victim = self._ask(beneficiary, shortage, candidates)
+            victim = self.policy.victim(self.view, beneficiary, shortage, candidates)
             if victim is None:
                 return False
             victims.append(victim)
@@ -274,18 +210,6 @@ class Planner:
             self._evict(victim.request, victim.mode)
         self.stages.append(("preemption", start, self._ns()))
         return True
-
-    def _ask(self, beneficiary: Request, shortage: Shortage, candidates: list[Request]) -> Victim | None:
-        try:
-            victim: Victim | None = self._hook.preempt(
-                view=self.view, beneficiary=beneficiary, shortage=shortage, candidates=tuple(candidates)
-            )
-            if victim is not None and victim.request not in candidates:
-                raise ValueError(f"request {victim.request.id!r} is not a candidate")
-            return victim
-        except Exception as exc:  # a policy may raise anything; nobody is preempted and the fault is counted
-            self._fault(self._blame("preempt", exc), f"{type(exc).__name__}: {exc}", exc)
-            return None
 
     def _evict(self, request: Request, mode: Mode | None) -> None:
         """Take a request's blocks: copied to the host where that is wanted and there is room, else dropped."""
@@ -318,7 +242,9 @@ class Planner:
         for request, part in self._granted:
             if request.status is Status.FINISHED:  # aborted while its step was running
                 continue
-            request.computed = part.start + part.tokens
+            request.computed = end = part.start + part.tokens
+            if part.start < len(request.prompt):
+                self.prompt_tokens += min(end, len(request.prompt)) - part.start
             publish(request)
             tokens = tokens_of.get(part.request_id)
             if tokens:
@@ -347,7 +273,8 @@ class Planner:
     def fail(self, plan: Plan) -> list[Request]:
         """The step raised: release everything running and whatever the plan swapped out, to be computed again.
 
-        Older swaps and published blocks survive. Returns the requests whose third failure this is; the caller ends them.
+        Older swaps and published blocks survive. Returns the requests whose third failure this is:
+        the caller ends them.
         """
         touched = [r for r, _ in self._granted]
         swapped = [r for r, mode in self._fallen.items() if mode is Mode.SWAP]
@@ -364,24 +291,6 @@ class Planner:
         for request in touched:
             request.failures += 1
         return [r for r in touched if r.failures >= 3]
-
-    # Faults of policies
-
-    def _policy(self) -> str:
-        impls = [i for i in self._hook.admit.get_hookimpls() if not (i.wrapper or i.hookwrapper)]
-        return str(impls[-1].plugin_name)
-
-    def _fault(self, plugin: str, message: str, exc: BaseException | None = None) -> None:
-        self.faults[plugin] = self.faults.get(plugin, 0) + 1
-        self.last_fault = f"plugin {plugin!r} failed: {message}"
-        self._faulty = True
-        if self.limits.strict:
-            raise PluginError(self.last_fault, plugin) from exc
-
-    def _count_faults(self) -> None:
-        self._faults_in_row = self._faults_in_row + 1 if self._faulty else 0
-        if self._faults_in_row >= MAX_FAULTS:
-            raise PluginError(f"{self.last_fault} ({MAX_FAULTS} steps in a row)")
 
 
 def _data(request: Request) -> RequestData:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 from pydantic import BaseModel, ValidationError
@@ -21,6 +21,7 @@ from .hookspecs import HOOKS, PROJECT, Hooks
 from .settings import Settings
 from .types import Provider
 
+T = TypeVar("T")
 GROUP = "framework.plugins"
 API = 1
 """Major number of the contract; a provider that was written for another one is refused."""
@@ -123,18 +124,14 @@ class Plugins:
         except FrameworkError:
             raise
         except Exception as exc:
-            raise PluginError(
-                f"{kind} {name!r} could not be built: {type(exc).__name__}: {exc}", name
-            ) from exc
+            raise PluginError(f"{kind} {name!r} could not be built: {type(exc).__name__}: {exc}", name) from exc
 
     @staticmethod
     def _options(provider: Provider, options: Mapping[str, Any]) -> Any:
         flag = f"--{provider.kind}-opt"
         if provider.options is None:
             if options:
-                raise ConfigError(
-                    f"{flag} {next(iter(options))}: {provider.kind} {provider.name!r} has no options"
-                )
+                raise ConfigError(f"{flag} {next(iter(options))}: {provider.kind} {provider.name!r} has no options")
             return None
         assert issubclass(provider.options, BaseModel)
         known = provider.options.model_fields
@@ -167,9 +164,7 @@ class Plugins:
         for key, value in settings.plugin_opt.items():
             name, _, option = key.partition(".")
             if name not in options or not option:
-                raise ConfigError(
-                    f"--plugin-opt {key}: expected NAME.key=value with NAME one of {', '.join(names)}"
-                )
+                raise ConfigError(f"--plugin-opt {key}: expected NAME.key=value with NAME one of {', '.join(names)}")
             options[name][option] = value
         if engine:
             for kind, name, opts in (
@@ -181,20 +176,31 @@ class Plugins:
             self._register(self.create("plugin", name, options[name], settings=settings), name)
         if engine:
             for hook in ("admit", "sample"):
-                claims = [
-                    i for i in getattr(self.hook, hook).get_hookimpls() if not (i.wrapper or i.hookwrapper)
-                ]
+                claims = [i for i in getattr(self.hook, hook).get_hookimpls() if not (i.wrapper or i.hookwrapper)]
                 claims = [i for i in claims if not isinstance(i.plugin, Defaults)]
                 if len(claims) != 1:
                     who = ", ".join(repr(i.plugin_name) for i in claims) or "no plugin"
                     raise PluginError(f"hook {hook!r} needs exactly one implementation, but {who} has one")
 
+    def active(self, kind: type[T]) -> list[T]:
+        """Registered plugin objects of a class."""
+        return [p for p in self._pm.get_plugins() if isinstance(p, kind)]
+
+    def notify(self, hook: str, on_fault: Callable[[str, str, Exception], None], **arguments: Any) -> None:
+        """Call every implementation of an event hook, each on its own: one that raises harms no other.
+
+        `on_fault(plugin, hook, exception)` is told of each failure.
+        """
+        for impl in reversed(getattr(self.hook, hook).get_hookimpls()):
+            try:
+                impl.function(*(arguments[name] for name in impl.argnames))
+            except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; reported, and the others still run
+                on_fault(str(impl.plugin_name), hook, exc)
+
     def blame(self, hook: str, exc: BaseException) -> str:
         """Name of the plugin in whose code a call of `hook` failed."""
         impls = [i for i in getattr(self.hook, hook).get_hookimpls() if not isinstance(i.plugin, Defaults)]
-        files = {
-            i.function.__code__.co_filename: i.plugin_name for i in impls if hasattr(i.function, "__code__")
-        }
+        files = {i.function.__code__.co_filename: i.plugin_name for i in impls if hasattr(i.function, "__code__")}
         tb: TracebackType | None = exc.__traceback__
         while tb is not None:
             code = tb.tb_frame.f_code

@@ -1,0 +1,244 @@
+"""The step loop: plan, run, commit, tell. Everything that decides is in the planner, everything that computes in the
+executor; this file moves requests between them and stamps what happened when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import EngineDead, PluginError
+from .executor import Executor
+from .kv import KVCache
+from .log import get_logger
+from .messages import Add, EngineStats, RequestTimes, TokenOutput
+from .plan import Plan, StepResult, Timings
+from .planner import Limits, Planner
+from .registry import Plugins
+from .types import Mode, Reject, Request
+
+log = get_logger(__name__)
+_MASK64 = 2**64 - 1
+
+
+class Engine:
+    """Owns all unfinished requests. Single-threaded: arrivals and aborts are applied between steps.
+
+    `max_model_len` bounds prompt plus output of every request, in tokens.
+    """
+
+    def __init__(
+        self, plugins: Plugins, executor: Executor, kv: KVCache, limits: Limits, max_model_len: int, seed: int = 0
+    ) -> None:
+        self.plugins = plugins
+        self.executor = executor
+        self.kv = kv
+        self.clock = executor.clock
+        self.max_model_len = max_model_len
+        self.planner = Planner(plugins, kv, limits, seed, self.clock.ns)
+        self.requests: dict[str, Request] = {}
+        self._blocks = kv.usage().total
+        self._seed = seed
+        self._accepted = 0
+        self.steps = 0
+        self._failed_steps = 0
+        self._generated = 0
+        self._notify("started", engine=self)
+
+    # Arrivals and departures
+
+    def add(self, message: Add) -> list[TokenOutput]:
+        """Take a request in. The answer is empty, or says why it was refused: nothing else will come of it then."""
+        prompt, params = message.prompt, message.params
+        if message.id in self.requests:
+            return [_refusal(message.id, f"request id {message.id!r} is in use by an unfinished request", 409)]
+        limit = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        if not prompt or limit > self.max_model_len or limit <= len(prompt):
+            reason = f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} do not fit 1 to "
+            return [_refusal(message.id, f"{reason}{self.max_model_len} tokens", 400)]
+        self._accepted += 1
+        request = Request(
+            message.id,
+            prompt,
+            params,
+            arrival=(message.arrival or self.clock.ns()) / 1e9,
+            order=self._accepted,
+            priority=message.priority,
+            tenant=message.tenant,
+            adapter=message.adapter,
+            cache_salt=message.cache_salt,
+            extra=message.extra,
+            trace=message.trace,
+            seed=_mix(self._seed, self._accepted) if params.seed is None else params.seed & _MASK64,
+            limit=limit,
+        )
+        # The last token is never read again, so its key and value need no place.
+        needed = self.kv.peak(request, limit - 1)
+        if needed > self._blocks:
+            reason = f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} need {needed} KV blocks"
+            return [_refusal(message.id, f"{reason}, the whole pool has {self._blocks}", 400)]
+        refused = self._accept(request)
+        if refused is not None:
+            request.finish_reason = "rejected"
+            self._done(request)
+            return [_refusal(request.id, refused.reason, refused.status, refused.retry_after)]
+        self.requests[request.id] = request
+        self.planner.add(request)
+        self._notify("arrived", request=request, view=self.planner.view)
+        return []
+
+    def _accept(self, request: Request) -> Reject | None:
+        try:
+            refused: Reject | None = self.plugins.hook.accept(request=request, view=self.planner.view)
+            return refused
+        except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; it fails this request, counted and named
+            plugin = self.plugins.blame("accept", exc)
+            self._fault(plugin, "accept", exc)
+            return Reject(f"plugin {plugin!r} failed on this request: {type(exc).__name__}: {exc}", status=500)
+
+    def abort(self, ids: Iterable[str], reason: str = "abort") -> list[TokenOutput]:
+        """End requests now and free what they hold. Unknown ids are ignored: they ended by themselves."""
+        outputs = []
+        for id in ids:
+            request = self.requests.get(id)
+            if request is not None:
+                outputs.append(self._finish(request, reason))
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    # One step
+
+    def step(self) -> list[TokenOutput]:
+        """Plan, run and commit one step. Empty if nothing could run; ask again within 10 ms while there is work.
+
+        Raises `EngineDead` if the executor is gone, `PluginError` if a policy failed too often.
+        """
+        timings = Timings(self.clock.ns())
+        plan = self.planner.plan(timings.start / 1e9)
+        outputs: list[TokenOutput] = []
+        if self.planner.starved is not None:
+            log.warning("request ended: the KV pool has no block left for it", request_id=self.planner.starved.id)
+            outputs.append(self._finish(self.planner.starved, "length"))
+        if plan is None:
+            return outputs
+        self.steps += 1
+        try:
+            result = self.executor.submit(plan).result()
+        except EngineDead:
+            raise
+        except Exception as exc:  # noqa: BLE001 - whatever a model or kernel raises: the step's requests are retried
+            return outputs + self._failed(plan, exc)
+        committing = self.clock.ns()
+        outputs += self._commit(plan, result, committing)
+        timings.end = self.clock.ns()
+        timings.stages = [*self.planner.stages, *result.stages, ("commit", committing, timings.end)]
+        self._notify("step_done", plan=plan, result=result, timings=timings)
+        return outputs
+
+    def _commit(self, plan: Plan, result: StepResult, now: int) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        logprobs = result.logprobs
+        for request, index, tokens in self.planner.commit(plan, result):
+            if index == 0:
+                request.first_token_at = now / 1e9
+            self._generated += len(tokens)
+            output = TokenOutput(request.id, index, list(tokens))
+            if logprobs:
+                found = logprobs.get(request.id)
+                output.logprobs = list(found[: len(tokens)]) if found else None
+            if request.finish_reason is not None:
+                self._finish(request, request.finish_reason, output)
+            outputs.append(output)
+        for id, message in result.errors.items():
+            if id in self.requests:
+                outputs.append(self._finish(self.requests[id], "error", error=message))
+        self.kv.copied(result.copied)
+        return outputs
+
+    def _failed(self, plan: Plan, exc: Exception) -> list[TokenOutput]:
+        self._failed_steps += 1
+        message = f"{type(exc).__name__}: {exc}"
+        if isinstance(exc, PluginError) and exc.plugin:
+            self._count(exc.plugin)
+            message = str(exc)
+        log.error("step failed; its requests are computed again", step=plan.step, error=message, exc_info=exc)
+        ended = self.planner.fail(plan)
+        return [self._finish(r, "error", error=f"the step failed three times: {message}") for r in ended]
+
+    def _finish(
+        self, request: Request, reason: str, output: TokenOutput | None = None, error: str | None = None
+    ) -> TokenOutput:
+        self.planner.remove(request)
+        del self.requests[request.id]
+        request.finish_reason = reason
+        self._done(request)
+        if output is None:
+            output = TokenOutput(request.id, len(request.output), [])
+        output.finish_reason = reason
+        output.stop_reason = request.stop_reason if isinstance(request.stop_reason, int) else None
+        output.error = error
+        output.times = RequestTimes(
+            *(round((t or 0) * 1e9) for t in (request.arrival, request.admitted_at, request.first_token_at)),
+            finished=round((request.finished_at or 0) * 1e9),
+            preemptions=request.preemptions,
+        )
+        return output
+
+    def _done(self, request: Request) -> None:
+        request.finished_at = self.clock.ns() / 1e9
+        self._notify("request_done", request=request)
+
+    # Plugins and figures
+
+    def _notify(self, hook: str, **arguments: Any) -> None:
+        self.plugins.notify(hook, self._fault, **arguments)
+
+    def _fault(self, plugin: str, hook: str, exc: Exception) -> None:
+        self._count(plugin)
+        log.error("plugin failed", plugin=plugin, hook=hook, error=f"{type(exc).__name__}: {exc}", exc_info=exc)
+        if self.planner.limits.strict:
+            raise PluginError(f"plugin {plugin!r} failed in {hook}: {type(exc).__name__}: {exc}", plugin) from exc
+
+    def _count(self, plugin: str) -> None:
+        faults = self.planner.policy.faults
+        faults[plugin] = faults.get(plugin, 0) + 1
+
+    def stats(self) -> EngineStats:
+        planner, usage = self.planner, self.kv.usage()
+        return EngineStats(
+            step=self.steps,
+            running=len(planner.view.running),
+            waiting=len(planner.view.queued),
+            kv_blocks=usage.total,
+            kv_holding=usage.holding,
+            kv_reserved=usage.reserved,
+            kv_cached=usage.cached,
+            kv_swapped=usage.swapped,
+            kv_tokens=usage.tokens,
+            preemptions_swap=planner.preemptions[Mode.SWAP],
+            preemptions_recompute=planner.preemptions[Mode.RECOMPUTE],
+            prompt_tokens=planner.prompt_tokens,
+            generation_tokens=self._generated,
+            failed_steps=self._failed_steps,
+            plugin_faults=dict(planner.policy.faults),
+        )
+
+    def close(self) -> None:
+        """Abort what is left, tell plugins, stop the executor."""
+        self.abort(list(self.requests))
+        self._notify("stopping", engine=self)
+        self.executor.stop()
+
+
+def _refusal(id: str, reason: str, status: int, retry_after: float | None = None) -> TokenOutput:
+    return TokenOutput(id, 0, [], finish_reason="error", error=reason, status=status, retry_after=retry_after)
+
+
+def _mix(seed: int, n: int) -> int:
+    """A 64-bit seed for the n-th request (finaliser of splitmix64, Steele et al. 2014)."""
+    z = (seed * 0xD1342543DE82EF95 + n * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK64
+    return z ^ z >> 31

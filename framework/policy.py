@@ -1,0 +1,120 @@
+"""Asks the scheduling plugins, checks what they answer, and survives them.
+
+A policy may raise anything or answer nonsense: the step then runs in the core's default order and admits nobody, the
+fault is counted under the plugin's name, and after ten such steps in a row (or at once with --strict-plugins) the
+engine stops with that message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from .errors import PluginError
+from .types import Budget, Request, Shortage, Status, Victim, Want
+
+if TYPE_CHECKING:
+    from .registry import Plugins
+    from .view import LiveView
+
+MAX_FAULTS = 10
+"""Steps in a row in which a policy may fail before the engine stops."""
+
+Ranking = list[tuple[Request, int | None]]
+"""Requests, best first, each with the most tokens it may compute (None: all)."""
+
+
+def default_order(running: Sequence[Request], named: Container[Request] = ()) -> Ranking:
+    """Running requests that are not `named`: decodes, then unfinished prefills, each in admission order."""
+    decodes: Ranking = []
+    prefills: Ranking = []
+    for r in running:
+        if not named or r not in named:
+            (decodes if r.num_tokens - r.computed == 1 else prefills).append((r, None))
+    return decodes + prefills if prefills else decodes
+
+
+class Policy:
+    """The `admit` and `preempt` hooks behind a check. `faults` counts by plugin name."""
+
+    def __init__(self, plugins: Plugins, strict: bool) -> None:
+        self.faults: dict[str, int] = {}
+        self.last_fault = ""
+        self._hook = plugins.hook
+        self._blame = plugins.blame
+        self._strict = strict
+        self._in_row = 0
+        self._faulty = False
+
+    def rank(self, view: LiveView, budget: Budget) -> tuple[Ranking, bool]:
+        """The step's ranking, and whether admission is closed from the start (after a fault)."""
+        try:
+            answer = self._hook.admit(view=view, budget=budget)
+            named, exhausted = self._read(answer, min(budget.requests, budget.tokens) + 1)
+        except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
+            self._fault(self._blame("admit", exc), f"{type(exc).__name__}: {exc}", exc)
+            return default_order(view.running), True
+        key = view.ranked_by
+        if key is not None and not exhausted:  # not reached, but `ranked` gave them their places
+            rest = [r for r in view.running if r not in named]
+            rest.sort(key=lambda r: (key(r), r.arrival, r.order))
+            return [*named.items(), *((r, None) for r in rest)], False
+        return [*default_order(view.running, named), *named.items()], False
+
+    @staticmethod
+    def _read(answer: Iterable[Want] | None, most: int) -> tuple[dict[Request, int | None], bool]:
+        """Wants by request, and whether the answer was read to its end.
+
+        At most `seats + 1` waiting requests can start in a step (the last by preemption), so an iterator is not read
+        beyond that: a policy may rank ten thousand requests lazily for free.
+        """
+        named: dict[Request, int | None] = {}
+        lazy = not isinstance(answer, (list, tuple))
+        starting = 0
+        for request, tokens in answer or ():
+            if request in named:
+                raise ValueError(f"request {request.id!r} is named twice")
+            if tokens is not None and tokens < 0:
+                raise ValueError(f"request {request.id!r} is given {tokens} tokens")
+            status = request.status
+            if status is Status.RUNNING:
+                named[request] = tokens
+            elif (status is Status.WAITING or status is Status.PREEMPTED) and tokens != 0:
+                named[request] = tokens
+                starting += 1
+                if lazy and starting > most:
+                    return named, False
+        return named, True
+
+    def victim(
+        self, view: LiveView, beneficiary: Request, shortage: Shortage, candidates: list[Request]
+    ) -> Victim | None:
+        try:
+            victim: Victim | None = self._hook.preempt(
+                view=view, beneficiary=beneficiary, shortage=shortage, candidates=tuple(candidates)
+            )
+            if victim is not None and victim.request not in candidates:
+                raise ValueError(f"{victim.request!r} is not a candidate")
+            return victim
+        except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
+            self._fault(self._blame("preempt", exc), f"{type(exc).__name__}: {exc}", exc)
+            return None
+
+    def stalled(self, steps: int) -> None:
+        """The scheduler let nothing run although work exists."""
+        impls = [i for i in self._hook.admit.get_hookimpls() if not (i.wrapper or i.hookwrapper)]
+        self._fault(str(impls[-1].plugin_name), f"no request ran for {steps} steps while work exists")
+
+    def step_over(self) -> None:
+        """Raise `PluginError` if this was the tenth faulty step in a row."""
+        self._in_row = self._in_row + 1 if self._faulty else 0
+        self._faulty = False
+        if self._in_row >= MAX_FAULTS:
+            raise PluginError(f"{self.last_fault} ({MAX_FAULTS} steps in a row)")
+
+    def _fault(self, plugin: str, message: str, exc: BaseException | None = None) -> None:
+        self.faults[plugin] = self.faults.get(plugin, 0) + 1
+        self.last_fault = f"plugin {plugin!r} failed: {message}"
+        self._faulty = True
+        if self._strict:
+            raise PluginError(self.last_fault, plugin) from exc

@@ -1,0 +1,188 @@
+"""The engine process: it owns the device and runs the step loop, and nothing else.
+
+The server spawns it with a pipe as its standard input: the first message on it carries the settings, and its end means
+that the server died, however it died, so the engine ends too. All else goes over one ZeroMQ PAIR socket in a private
+folder; see messages.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+import msgspec
+import zmq
+
+from .engine import Engine
+from .errors import FrameworkError
+from .messages import Abort, Add, Fatal, FromEngine, Outputs, Progress, Ready, Stop, ToEngine
+from .settings import Settings
+
+IDLE_POLL_MS = 10
+"""How soon a policy that let nothing run is asked again while requests wait."""
+
+
+class EngineProcess:
+    """A spawned engine process. The caller binds a PAIR socket to `address` and reads `FromEngine` messages."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: str, address: str) -> None:
+        self.process = process
+        self.address = address
+        self._folder = folder
+
+    def end(self, patience: float = 2.0) -> None:
+        """End the process: ask, then insist after `patience` seconds. Idempotent."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(patience)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def spawn(settings: Settings) -> EngineProcess:
+    """Start an engine process. It connects at once, then loads."""
+    folder = tempfile.mkdtemp(prefix="framework-")  # mode 0700: nobody else can connect
+    address = f"ipc://{folder}/engine"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "framework.process"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is the server's to handle; it tells the engine
+    )
+    assert process.stdin is not None
+    header = msgspec.msgpack.encode({"settings": settings.model_dump(mode="json"), "address": address})
+    try:
+        process.stdin.write(len(header).to_bytes(4, "big") + header)
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it died already: the caller sees that from `process`
+    return EngineProcess(process, folder, address)
+
+
+class Channel:
+    """The engine's side of the socket."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, 1000)
+        self._socket.set(zmq.SNDHWM, 0)  # outputs are never dropped, however slow the server is
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(self._encoder.encode(message), copy=True)
+
+    def receive(self, timeout_ms: int | None) -> list[ToEngine]:
+        """All messages that are there; waits for the first up to `timeout_ms` (None: for ever)."""
+        messages: list[ToEngine] = []
+        if self._socket.poll(timeout_ms):
+            while True:
+                try:
+                    messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+                except zmq.Again:
+                    break
+        return messages
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def run(engine: Engine, channel: Channel) -> None:
+    """Serve until `Stop`."""
+    wait: int | None = None
+    while True:
+        outputs = []
+        for message in channel.receive(wait):
+            match message:
+                case Add():
+                    outputs += engine.add(message)
+                case Abort():
+                    outputs += engine.abort(message.ids, message.reason)
+                case Stop():
+                    return
+        before = engine.steps
+        if engine.has_work:
+            outputs += engine.step()
+        stepped = engine.steps != before
+        if outputs or stepped:
+            channel.send(Outputs(outputs, engine.stats(), engine.clock.ns()))
+        wait = None if not engine.has_work else 0 if stepped else IDLE_POLL_MS
+
+
+def _die_with_parent(stdin: BinaryIO, folder: str) -> None:
+    stdin.read()  # returns at end of file only: nothing more is ever written
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)  # at once, from any state: nobody is left to tell
+
+
+class _Terminated(BaseException):
+    pass
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _terminate)
+    stdin = sys.stdin.buffer
+    size = int.from_bytes(stdin.read(4), "big")
+    header = msgspec.msgpack.decode(stdin.read(size))
+    address: str = header["address"]
+    folder = str(Path(address.removeprefix("ipc://")).parent)
+    threading.Thread(target=_die_with_parent, args=(stdin, folder), daemon=True).start()
+    channel = Channel(address)
+    try:
+        return _serve(Settings(**header["settings"]), channel)
+    except _Terminated:
+        return 0
+    finally:
+        channel.close()
+
+
+def _serve(settings: Settings, channel: Channel) -> int:
+    from .log import configure
+    from .registry import load_plugins
+    from .startup import build_engine
+
+    configure(settings.log_level, settings.log_format, process="engine")
+    try:
+        plugins = load_plugins()
+        plugins.activate(settings, engine=True)
+        engine, info = build_engine(
+            settings, plugins, progress=lambda stage, share: channel.send(Progress(stage, share))
+        )
+        try:
+            channel.send(Ready(info))
+            run(engine, channel)
+        finally:
+            engine.close()
+    except FrameworkError as exc:
+        channel.send(Fatal(str(exc), user=True))
+        return 2
+    except Exception as exc:  # noqa: BLE001 - a bug: reported to the server with its traceback, and the process ends
+        channel.send(Fatal(f"{type(exc).__name__}: {exc}", traceback=traceback.format_exc()))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
