@@ -1,0 +1,131 @@
+"""One settings model: where values come from, which wins, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from framework import ConfigError
+from framework.settings import Settings, parse_memory, unknown_variables
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of whoever runs the tests."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("FRAMEWORK_"):
+            monkeypatch.delenv(name)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_beat_variables_beat_the_file_beat_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, "max-num-seqs: 3\nblock_size: 8\nport: 1\nkv_memory: 0.5\n")
+    monkeypatch.setenv("FRAMEWORK_BLOCK_SIZE", "32")
+    monkeypatch.setenv("FRAMEWORK_PORT", "2")
+    settings = Settings.load(file, port="3", host=None)
+    assert (settings.port, settings.block_size, settings.max_num_seqs) == (3, 32, 3)
+    assert (settings.kv_memory, settings.host) == ("0.5", "127.0.0.1")
+
+
+def test_provider_options_merge_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, "scheduler_opt: {a: file, b: file, c: file}\nplugin: [one, two]\n")
+    monkeypatch.setenv("FRAMEWORK_SCHEDULER_OPT", '{"b": "variable", "c": "variable"}')
+    settings = Settings.load(file, scheduler_opt={"c": "flag"}, plugin=("three",))
+    assert settings.scheduler_opt == {"a": "file", "b": "variable", "c": "flag"}
+    assert settings.plugin == ("three",)
+
+
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRAMEWORK_PORT", "")
+    assert Settings.load().port == 8000
+
+
+def test_a_file_is_forgotten_after_the_load(tmp_path: Path) -> None:
+    assert Settings.load(write(tmp_path, "port: 5")).port == 5
+    assert Settings.load().port == Settings().port == 8000
+
+
+def test_an_empty_file_is_fine(tmp_path: Path) -> None:
+    assert Settings.load(write(tmp_path, "# nothing yet\n")).port == 8000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seq: 3", "max_num_seq in {file}: unknown setting; did you mean max_num_seqs?"),
+        ("frobnicate: 3", "frobnicate in {file}: unknown setting"),
+        ("port: 70000", "port in {file}: must be less than or equal to 65535, got 70000"),
+        ("port: eighty", "port in {file}: must be a valid integer, unable to parse string as an integer, got 'eighty'"),
+        ("- port", "--config: {file} must hold a mapping such as `max_num_seqs: 64`"),
+        ("port: [", "--config: {file} is not YAML"),
+        ("dtype: fp16", "dtype in {file}: must be 'auto', 'bfloat16', 'float16' or 'float32', got 'fp16'"),
+        ("scheduler_opt: 3", "scheduler_opt in {file}: must be a valid dictionary, got 3"),
+    ],
+)
+def test_each_problem_of_a_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(file)
+    assert str(caught.value).startswith(message.format(file=file))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--config: cannot read .*nowhere\.yaml: No such file"):
+        Settings.load(tmp_path / "nowhere.yaml")
+
+
+def test_problems_say_where_the_value_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, "block_size: 0")
+    monkeypatch.setenv("FRAMEWORK_MAX_NUM_BATCHED_TOKENS", "many")
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(file, max_num_seqs="0", kv_memory="lots")
+    lines = str(caught.value).splitlines()
+    assert sorted(line.split(":")[0] for line in lines) == [
+        "--kv-memory",
+        "--max-num-seqs",
+        "FRAMEWORK_MAX_NUM_BATCHED_TOKENS",
+        f"block_size in {file}",
+    ]
+    (memory,) = (line for line in lines if line.startswith("--kv-memory"))
+    assert memory == "--kv-memory: 'lots' is not a size such as 2GiB or 512MB, nor a fraction such as 0.3"
+
+
+def test_a_variable_that_is_not_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRAMEWORK_SCHEDULER_OPT", "aging=30")
+    with pytest.raises(ConfigError, match=r"^FRAMEWORK_SCHEDULER_OPT: must be JSON"):
+        Settings.load()
+
+
+def test_a_misspelt_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRAMEWORK_MAX_NUM_SEQ", "3")
+    monkeypatch.setenv("FRAMEWORK_CONFIG", "x.yaml")
+    assert unknown_variables() == ["FRAMEWORK_MAX_NUM_SEQ is no setting; did you mean FRAMEWORK_MAX_NUM_SEQS?"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2GiB", 2 * 2**30), ("512MB", 512_000_000), ("1g", 2**30), ("0.9", 0.9), ("1.5 KiB", 1536), ("4096", 4096)],
+)
+def test_memory_sizes(text: str, value: float) -> None:
+    parsed = parse_memory(text)
+    assert parsed == value and type(parsed) is type(value)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1GiB", "1.5", "2 bananas", "nan", "inf", "infGiB", "1e400"])
+def test_bad_memory_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_memory(text)
+
+
+def test_settings_survive_a_trip_to_another_process() -> None:
+    settings = Settings.load(scheduler_opt={"a": 1}, plugin=["x"], chat_template="t.jinja", max_model_len=7)
+    assert Settings(**settings.model_dump()) == settings
