@@ -1,0 +1,181 @@
+"""The reference kernel backend: every operation in plain torch, written to be read and to be right.
+
+It runs on any device in float32, bfloat16 or float16. Faster backends subclass it and are tested against it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from .kernels import OPS, Batch, KernelBackend, Meta, Rope, Support
+from .kv import CacheGroup
+
+
+class Linear(NamedTuple):
+    """What `pack` makes of a projection. weight: [out, in]; bias: [out]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class Pages(NamedTuple):
+    """One layer's cache. k, v: [blocks, kv_heads, block_size, head_dim]."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class ReferenceBackend(KernelBackend):
+    """The oracle. Attention runs request by request in float32."""
+
+    name = "reference"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    meta_type: type[Meta] = Meta
+
+    def supports(
+        self, op: str, dtype: torch.dtype, device: torch.device, *, head_dim: int = 64, window: int | None = None
+    ) -> Support:
+        if op not in OPS:
+            return Support(False, f"unknown operation {op!r}")
+        if dtype not in self.dtypes:
+            return Support(False, f"dtype {dtype} is not one of {', '.join(map(str, self.dtypes))}")
+        return Support(True)
+
+    # Layouts
+
+    def pack(self, op: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        return weight if op == "embed" else Linear(weight, bias)
+
+    def block_bytes(self, group: CacheGroup, dtype: torch.dtype, block_size: int) -> int:
+        return 2 * group.layers * prod(self._page(group, block_size)) * dtype.itemsize
+
+    def allocate(
+        self, group: CacheGroup, dtype: torch.dtype, block_size: int, blocks: int, device: torch.device
+    ) -> list[Any]:
+        shape = (blocks, *self._page(group, block_size))
+
+        def pages() -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return [Pages(pages(), pages()) for _ in range(group.layers)]
+
+    @staticmethod
+    def _page(group: CacheGroup, block_size: int) -> tuple[int, int, int]:
+        return group.kv_heads, block_size, group.head_dim
+
+    def prepare(self, batch: Batch, device: torch.device) -> Meta:
+        starts, lens = batch.starts.astype(np.int64), batch.lens.astype(np.int64)
+        ends = np.cumsum(lens)
+        request = np.repeat(np.arange(len(lens)), lens)
+        positions = np.arange(len(request)) - np.repeat(ends - lens - starts, lens)
+        block, offset = np.divmod(positions, batch.block_size)
+
+        def tensor(array: np.ndarray[Any, Any], dtype: type[np.generic]) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
+
+        meta = self.meta_type()
+        meta.batch = batch
+        meta.cu_lens = tensor(np.concatenate(([0], ends)), np.int32)
+        meta.seq_lens = tensor(starts + lens, np.int32)
+        meta.slots = tuple(
+            tensor(table[request, block].astype(np.int64) * batch.block_size + offset, np.int64)
+            for table in batch.tables
+        )
+        meta.tables = tuple(tensor(table, np.int32) for table in batch.tables)
+        meta.logits_rows = tensor(ends[batch.samples] - 1, np.int64)
+        meta.max_len = int(lens.max())
+        meta.max_seq = int((starts + lens).max())
+        return meta
+
+    # Operations
+
+    def embed(self, tokens: torch.Tensor, weight: Any) -> torch.Tensor:
+        return F.embedding(tokens, weight)
+
+    def linear(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        return F.linear(x, weight.weight, weight.bias)
+
+    def qkv(self, x: torch.Tensor, weight: Any, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+        return self.linear(x, weight).split(sizes, -1)
+
+    def gate_up(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        return self.linear(x, weight)
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def add_rmsnorm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x if residual is None else x + residual
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype), x
+
+    def rope_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        rope: Rope,
+        cache: Any,
+        group: int,
+        meta: Meta,
+    ) -> torch.Tensor:
+        cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)
+
+        def rotate(x: torch.Tensor) -> torch.Tensor:
+            rotary, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+            a, b = rotary.float().chunk(2, -1)
+            return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), -1)
+
+        slots, block_size = meta.slots[group], meta.batch.block_size
+        block, offset = slots // block_size, slots % block_size
+        cache.k[block, :, offset] = rotate(k)
+        cache.v[block, :, offset] = v
+        return rotate(q)
+
+    def attention(
+        self, q: torch.Tensor, cache: Any, group: int, meta: Meta, scale: float, window: int | None
+    ) -> torch.Tensor:
+        heads, kv_heads = q.shape[1], cache.k.shape[1]
+        outputs = []
+        rows = meta.batch.lens.tolist()
+        for n, start, table, x in zip(
+            rows, meta.batch.starts.tolist(), meta.tables[group], q.split(rows), strict=True
+        ):
+            length = start + n
+            blocks = table[: -(-length // meta.batch.block_size)].long()
+            # [blocks, kv_heads, block_size, head_dim] -> [heads, length, head_dim]
+            k, v = (
+                pages[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()
+                for pages in (cache.k, cache.v)
+            )
+            k, v = (y.repeat_interleave(heads // kv_heads, 0) for y in (k, v))
+            distance = torch.arange(start, length, device=q.device)[:, None] - torch.arange(
+                length, device=q.device
+            )
+            unseen = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            scores = (x.transpose(0, 1).float() @ k.mT * scale).masked_fill(unseen, float("-inf"))
+            outputs.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1).to(q.dtype))
+        return torch.cat(outputs)
+
+    def logits(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        return self.linear(x, weight)
+
+    def copy_blocks(self, caches: list[Any], src: torch.Tensor, dst: torch.Tensor) -> None:
+        # A block may be a source after it was a destination: find what each finally holds, then gather before
+        # anything is written.
+        holds: dict[int, int] = {}
+        for s, d in zip(src.tolist(), dst.tolist(), strict=True):
+            holds[d] = holds.get(s, s)
+        to = torch.tensor(list(holds), dtype=torch.int64, device=src.device)
+        origin = torch.tensor(list(holds.values()), dtype=torch.int64, device=src.device)
+        for cache in caches:
+            for pages in cache:
+                pages[to] = pages[origin]

@@ -1,0 +1,278 @@
+"""The Llama family: pre-norm decoders with grouped-query attention, rotary positions and a gated MLP.
+
+This module imports no torch at the top: the server process reads specs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from framework import CacheGroup, CacheSpec, KernelBackend, Meta, Model, ModelError, ModelSpec
+
+from . import rope
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+"""Served architectures, and what a key that their config omits means. An explicit null is not an omission."""
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+HARMLESS = ("rotary_emb.inv_freq",)
+"""Endings of tensor names that old checkpoints carry and nobody needs."""
+
+
+@dataclass(eq=False, slots=True)
+class Layer:
+    """Weights of one layer as the backend packed them; norms are plain tensors."""
+
+    window: int | None
+    input_norm: Any = None
+    qkv: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
+    o: Any = None
+    post_norm: Any = None
+    gate_up: Any = None
+    down: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class Target:
+    """One packed weight while its tensors arrive. `parts`: tensor name -> (is a bias, first row, rows)."""
+
+    shape: tuple[int, ...]
+    done: Callable[[torch.Tensor, torch.Tensor | None], None]
+    parts: dict[str, tuple[bool, int, int]] = field(default_factory=dict)
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+class Llama(Model):
+    """Llama, SmolLM2, Mistral, Qwen2 and Qwen3."""
+
+    architectures = tuple(DEFAULTS)
+
+    @classmethod
+    def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        named = config.get("architectures") or []
+        architecture = next((name for name in named if name in DEFAULTS), None)
+        if architecture is None:
+            raise ModelError(
+                f"config.json: architectures {named} is not supported; supported: {', '.join(cls.architectures)}"
+            )
+        config = DEFAULTS[architecture] | config
+        for key in SIZES:
+            if type(config.get(key)) is not int or config[key] < 1:
+                raise ModelError(f"config.json: {key} must be a positive integer, got {config.get(key)!r}")
+        if config.get("quantization_config"):
+            raise ModelError("config.json: quantization_config is not supported; use an unquantized checkpoint or GGUF")
+        if config.get("hidden_act", "silu") != "silu":
+            raise ModelError(f"config.json: hidden_act {config['hidden_act']!r} is not supported (only 'silu')")
+        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        if heads % kv_heads:
+            raise ModelError(
+                f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}"
+            )
+        if head_dim % 2:
+            raise ModelError(f"config.json: head_dim {head_dim} must be even")
+        return ModelSpec(
+            architecture=architecture,
+            vocab_size=config["vocab_size"],
+            max_model_len=rope.max_length(config),
+            layers=layers,
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+            windows=_windows(architecture, config, layers),
+            config=config,
+        )
+
+    def __init__(
+        self, spec: ModelSpec, backend: KernelBackend, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._spec, self._backend, self._dtype, self._device = spec, backend, dtype, device
+        self._eps = float(spec.config.get("rms_norm_eps", 1e-6))
+        self._sizes = (
+            spec.heads * spec.head_dim,
+            spec.kv_heads * spec.head_dim,
+            spec.kv_heads * spec.head_dim,
+        )
+        self._scale = spec.head_dim**-0.5
+        self._rope = rope.table(spec.config, spec.head_dim, spec.max_model_len, device)
+        self._layers = [Layer(window) for window in spec.windows]
+        self._embed: Any = None
+        self._norm: Any = None
+        self._head: Any = None
+
+    def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None
+    ) -> None:
+        import torch
+
+        def new(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+        waiting = {name: target for target in self._targets() for name in target.parts}
+        missing = set(waiting)
+        tied = self._spec.config.get("tie_word_embeddings", False)
+        for name, tensor in tensors:
+            progress()
+            if name.endswith(HARMLESS) or (tied and name == "lm_head.weight"):
+                continue
+            if name not in missing:
+                raise ModelError(
+                    f"unknown tensor {name} in a {self._spec.architecture} checkpoint"
+                    if name not in waiting
+                    else f"tensor {name} occurs twice in the checkpoint"
+                )
+            target = waiting[name]
+            is_bias, first, rows = target.parts.pop(name)
+            expected = (rows,) if is_bias else (rows, *target.shape[1:])
+            if tuple(tensor.shape) != expected or not tensor.is_floating_point():
+                raise ModelError(
+                    f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, expected floating point {list(expected)}"
+                )
+            # Copied at once into its place: the source may be memory-mapped, and is never held.
+            if is_bias:
+                target.bias = new(target.shape[0]) if target.bias is None else target.bias
+                target.bias[first : first + rows].copy_(tensor)
+            else:
+                target.weight = new(*target.shape) if target.weight is None else target.weight
+                target.weight[first : first + rows].copy_(tensor)
+            missing.remove(name)
+            if not target.parts:
+                assert target.weight is not None
+                target.done(target.weight, target.bias)
+                target.weight = target.bias = None
+        if missing:
+            some = sorted(missing)[:3]
+            raise ModelError(
+                f"the checkpoint lacks {len(missing)} of {len(waiting)} tensors: {', '.join(some)}"
+                + (", ..." if len(missing) > len(some) else "")
+            )
+
+    def _targets(self) -> list[Target]:
+        """What `load` has to fill. Everything that depends on the architecture is here and in `spec`."""
+        spec, config, backend = self._spec, self._spec.config, self._backend
+        q, kv, _ = self._sizes
+        hidden, inner = spec.hidden, config["intermediate_size"]
+        attention_bias = spec.architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and bool(
+            config.get("attention_bias")
+        )
+        qkv_bias = attention_bias or spec.architecture == "Qwen2ForCausalLM"
+        mlp_bias = spec.architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias"))
+        targets: list[Target] = []
+
+        def norm(owner: object, attribute: str, name: str, size: int) -> None:
+            def done(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+                setattr(owner, attribute, weight)
+
+            targets.append(Target((size,), done, {f"{name}.weight": (False, 0, size)}))
+
+        def projection(
+            owner: object, attribute: str, op: str, columns: int, parts: dict[str, int], bias: bool = False
+        ) -> None:
+            def done(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+                setattr(owner, attribute, backend.pack(op, weight, bias))
+
+            target = Target((sum(parts.values()), columns), done)
+            first = 0
+            for name, rows in parts.items():
+                target.parts[f"{name}.weight"] = (False, first, rows)
+                if bias:
+                    target.parts[f"{name}.bias"] = (True, first, rows)
+                first += rows
+            targets.append(target)
+
+        embed = {"model.embed_tokens": spec.vocab_size}
+        if config.get("tie_word_embeddings", False):
+
+            def both(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+                self._embed, self._head = backend.pack("embed", weight), backend.pack("logits", weight)
+
+            name = "model.embed_tokens.weight"
+            targets.append(Target((spec.vocab_size, hidden), both, {name: (False, 0, spec.vocab_size)}))
+        else:
+            projection(self, "_embed", "embed", hidden, embed)
+            projection(self, "_head", "logits", hidden, {"lm_head": spec.vocab_size})
+        norm(self, "_norm", "model.norm", hidden)
+        for i, layer in enumerate(self._layers):
+            attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+            norm(layer, "input_norm", f"model.layers.{i}.input_layernorm", hidden)
+            norm(layer, "post_norm", f"model.layers.{i}.post_attention_layernorm", hidden)
+            if spec.architecture == "Qwen3ForCausalLM":
+                norm(layer, "q_norm", f"{attention}.q_norm", spec.head_dim)
+                norm(layer, "k_norm", f"{attention}.k_norm", spec.head_dim)
+            qkv = {f"{attention}.q_proj": q, f"{attention}.k_proj": kv, f"{attention}.v_proj": kv}
+            projection(layer, "qkv", "qkv", hidden, qkv, qkv_bias)
+            projection(layer, "o", "linear", q, {f"{attention}.o_proj": hidden}, attention_bias)
+            gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+            projection(layer, "gate_up", "gate_up", hidden, gate_up, mlp_bias)
+            projection(layer, "down", "linear", inner, {f"{mlp}.down_proj": hidden}, mlp_bias)
+        return targets
+
+    def cache_spec(self, block_size: int) -> CacheSpec:
+        spec = self._spec
+        # One block table for all layers; the pool may forget what lies behind a window only if all layers have it.
+        window = spec.windows[0] if len(set(spec.windows)) == 1 else None
+        group = CacheGroup(spec.layers, spec.kv_heads, spec.head_dim, window)
+        return CacheSpec(block_size, str(self._dtype).removeprefix("torch."), (group,))
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta
+    ) -> torch.Tensor:
+        ops, eps, head_dim = self._backend, self._eps, self._spec.head_dim
+        x, residual = ops.embed(tokens, self._embed), None
+        for layer, cache in zip(self._layers, caches, strict=True):
+            x, residual = ops.add_rmsnorm(x, residual, layer.input_norm, eps)
+            q, k, v = (y.unflatten(-1, (-1, head_dim)) for y in ops.qkv(x, layer.qkv, self._sizes))
+            if layer.q_norm is not None:
+                q, _ = ops.add_rmsnorm(q, None, layer.q_norm, eps)
+                k, _ = ops.add_rmsnorm(k, None, layer.k_norm, eps)
+            q = ops.rope_store(q, k, v, positions, self._rope, cache, 0, meta)
+            x = ops.attention(q, cache, 0, meta, self._scale, layer.window)
+            x = ops.all_reduce(ops.linear(x, layer.o))
+            x, residual = ops.add_rmsnorm(x, residual, layer.post_norm, eps)
+            x = ops.silu_mul(ops.gate_up(x, layer.gate_up))
+            x = ops.all_reduce(ops.linear(x, layer.down))
+        x = x.index_select(0, meta.logits_rows)
+        if residual is not None:
+            residual = residual.index_select(0, meta.logits_rows)
+        x, _ = ops.add_rmsnorm(x, residual, self._norm, eps)
+        return ops.logits(x, self._head)
+
+
+def _windows(architecture: str, config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    if architecture == "LlamaForCausalLM":
+        return (None,) * layers
+    window = config.get("sliding_window")
+    if architecture == "MistralForCausalLM":
+        return (window,) * layers
+    if not config.get("use_sliding_window"):
+        return (None,) * layers
+    window = config.get("sliding_window", 4096)
+    types = config.get("layer_types")
+    if types is None:
+        first = config.get("max_window_layers", 28)
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    unknown = set(types) - {"sliding_attention", "full_attention"}
+    if unknown or len(types) != layers:
+        raise ModelError(
+            f"config.json: layer_types must name sliding_attention or full_attention for each of {layers} layers"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
