@@ -46,7 +46,7 @@ class CheckingExecutor(Executor):
 
     It checks that
 
-    - step numbers rise; a request is planned at most once per step, and not in the step that preempts or ends it;
+    - step numbers rise; a request is planned at most once per step, and not in the step that preempts it;
     - a request's data comes with it when it joins or returns, with the prompt, seed, parameters and output it had;
     - a slice starts where the last one ended, ends within the known tokens, and samples if and only if it reaches
       their end;
@@ -144,15 +144,18 @@ class CheckingExecutor(Executor):
         elif cost:
             time.sleep(cost)
         if failure is not None:
-            self._forget(plan)
+            for id in [*self._live, *(data.id for data in plan.new)]:
+                self._drop(id)  # the engine computes all that ran again, and sends its data first
+                self._lost.add(id)
             raise StepFailed(f"step {plan.step} was made to fail {failure} its writes")
         computed = self.clock.ns()
         return self._sample(plan, (("batch_build", begin, built), ("forward", built, computed)))
 
     def _join_and_leave(self, plan: Plan) -> None:
         for id in plan.finished:
+            if id not in self._lost:  # else it may be on its way back
+                self._past.pop(id, None)
             self._drop(id)
-            self._past.pop(id, None)
         for gone in plan.preempted:
             known = gone.request_id in self._live or gone.request_id in self._lost
             _need(known, f"{gone.request_id}: preempted, but it is not running")
@@ -173,13 +176,13 @@ class CheckingExecutor(Executor):
             _need(len(self._live) <= self._seats, f"{len(self._live)} requests run on {self._seats} seats")
 
     def _set_tables(self, plan: Plan) -> None:
-        left = {*plan.finished, *(p.request_id for p in plan.preempted)}
+        fallen = {p.request_id for p in plan.preempted}
         seen: set[str] = set()
         for part in plan.slices:
             id = part.request_id
             _need(id not in seen, f"{id}: planned twice in one step")
-            _need(id not in left, f"{id}: planned in the step that preempts or ends it")
-            _need(id in self._live, f"{id}: planned, but its data never came")
+            _need(id not in fallen, f"{id}: planned in the step that preempts it")
+            _need(id in self._live, f"{id}: planned, but it ended or its data never came")
             seen.add(id)
             self._check_slice(part, self._live[id])
             for delta in part.deltas:
@@ -289,15 +292,6 @@ class CheckingExecutor(Executor):
             for table, owners in zip(sequence.tables, self._owners, strict=True):
                 for block in table:
                     owners[block].discard(id)
-
-    def _forget(self, plan: Plan) -> None:
-        """After a failure nothing is known of what ran; the engine sends their data again."""
-        for id in plan.finished:
-            self._past.pop(id, None)
-        lost = [*self._live, *(data.id for data in plan.new)]
-        for id in lost:
-            self._drop(id)
-        self._lost.update(lost)
 
 
 def _need(ok: bool, fault: str) -> None:
