@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from framework.plugins.telemetry.prometheus import Prometheus
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from framework import Delivery, ResponseRecord, __version__
 from framework.messages import EngineInfo, EngineStats
-from framework.plugins.telemetry.prometheus import Prometheus
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

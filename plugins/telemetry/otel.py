@@ -265,7 +265,11 @@ def _otlp(endpoint: str | None) -> OTLPSpanExporter:
     if endpoint is None:
         return OTLPSpanExporter()
     url = urlsplit(endpoint)
-    if url.scheme not in ("http", "https") or not url.hostname:
+    try:
+        valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # the port is no number
+        valid = False
+    if not valid:
         raise ConfigError(f"--otlp-endpoint {endpoint}: expected a URL such as http://127.0.0.1:4318")
     path = url.path if url.path.strip("/") else "/v1/traces"
     return OTLPSpanExporter(endpoint=url._replace(path=path).geturl())
