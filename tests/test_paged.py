@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from framework.plugins.kv.paged import PagedCache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from framework import CacheGroup, CacheSpec, Capacity, ConfigError, Request, SamplingParams
-from framework.plugins.kv.paged import PagedCache
 
 
 def cache(blocks: int, block_size: int, groups: int = 1) -> PagedCache:
