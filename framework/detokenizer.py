@@ -1,0 +1,170 @@
+"""From tokens to text, one token at a time: what may be sent now, and where a stop string ends the output.
+
+Used by the server and by the Python API alike, so that both produce the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from .messages import TokenOutput
+from .plan import Logprobs
+from .types import SamplingParams
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+
+class StopMatcher:
+    """Finds the stop string that ends first, over pieces of text; holds back only what may still become one.
+
+    One Knuth-Morris-Pratt automaton per stop string: the cost per character does not depend on their lengths.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [(stop, _failure(stop)) for stop in stops]
+        self._states = [0] * len(self._stops)
+        self._held = ""
+
+    def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
+        """(text that is certain not to be part of a stop string, the stop string that was completed or None).
+
+        `may_end`: a stop string may end within `text`. Of several that end at one character the longest is found.
+        After a match, nothing may be pushed any more.
+        """
+        if not self._stops:
+            return text, None
+        held = self._held + text
+        for end, char in enumerate(text, len(self._held) + 1):
+            found = ""
+            for i, (stop, failure) in enumerate(self._stops):
+                state = self._states[i]
+                while state and stop[state] != char:
+                    state = failure[state - 1]
+                if stop[state] == char:
+                    state += 1
+                if state == len(stop):
+                    found = max(found, stop, key=len)
+                    state = failure[-1]
+                self._states[i] = state
+            if found and may_end:
+                self._held = ""
+                return held[: end - len(found)], found
+        split = len(held) - max(self._states)
+        self._held = held[split:]
+        return held[:split], None
+
+    def flush(self) -> str:
+        """What was held back: call it when no more text comes."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _failure(stop: str) -> list[int]:
+    """For each prefix of `stop`, the length of its longest proper suffix that is a prefix of `stop` too."""
+    table, k = [0] * len(stop), 0
+    for i in range(1, len(stop)):
+        while k and stop[i] != stop[k]:
+            k = table[k - 1]
+        k += stop[i] == stop[k]
+        table[i] = k
+    return table
+
+
+class Piece(NamedTuple):
+    """What `Detokenizer.push` gives. `tokens`: how many of those pushed belong to the output, fewer than all only
+    where a stop string was completed. `offsets`: for each of them, the characters of text before it."""
+
+    text: str
+    stop: str | None
+    tokens: int
+    offsets: list[int]
+
+
+class Detokenizer:
+    """Text of one sequence. `prompt`: the token ids before it.
+
+    The token of an end (EOS or a stop id) gives no text unless `include_stop_str_in_output`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
+        self._text = tokenizer.stream(prompt, params.skip_special_tokens)
+        self._stops = StopMatcher(params.stop)
+        self._params = params
+        self._ends = params.ends
+        self._length = 0
+        self._count = 0
+
+    def push(self, tokens: Sequence[int], finished: bool) -> Piece:
+        """`finished`: no more tokens come. After a stop string was found, nothing may be pushed any more."""
+        params = self._params
+        given: list[str] = []
+        offsets: list[int] = []
+        for i, token in enumerate(tokens):
+            self._count += 1
+            offsets.append(self._length)
+            last = finished and i == len(tokens) - 1
+            silent = last and token in self._ends and not params.include_stop_str_in_output
+            text = "" if silent else self._text.step(token) or ""
+            if last:
+                text += self._text.finish()
+            self._length += len(text)
+            out, stop = self._stops.push(text, self._count >= params.min_tokens)
+            given.append(out)
+            if stop is not None:
+                if params.include_stop_str_in_output:
+                    given.append(stop)
+                return Piece("".join(given), stop, i + 1, offsets)
+        if finished:
+            if not tokens:
+                given.append(self._stops.push(self._text.finish(), may_end=False)[0])
+            given.append(self._stops.flush())
+        return Piece("".join(given), None, len(tokens), offsets)
+
+
+class Delta(NamedTuple):
+    """What one `TokenOutput` adds to a sequence. `logprobs` and `offsets` cover the tokens whose text was given (all of
+    them at the end); an offset is the position in the sequence's text where the token's text begins."""
+
+    text: str
+    tokens: Sequence[int]
+    logprobs: list[Logprobs]
+    offsets: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Assembler:
+    """Turns the `TokenOutput`s of one sequence into text, log-probabilities and the reason why it ended.
+
+    A stop string found here ends the sequence before the engine knows: if a `Delta` has a finish reason and the output
+    that it came from has none, abort the request with reason "stop".
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
+        self._detokenizer = Detokenizer(tokenizer, params, prompt)
+        self._held: list[tuple[int, Logprobs]] = []
+        self._length = 0
+        self.num_tokens = 0
+
+    def push(self, output: TokenOutput) -> Delta:
+        piece = self._detokenizer.push(output.tokens, output.finish_reason is not None)
+        self.num_tokens += piece.tokens
+        self._length += len(piece.text)
+        finish, reason = output.finish_reason, output.stop_reason
+        if piece.stop is not None:
+            finish, reason = "stop", piece.stop
+        self._held += zip(piece.offsets, output.logprobs or (), strict=False)
+        ready = len(self._held)
+        if finish is None:
+            ready = next((i for i, (offset, _) in enumerate(self._held) if offset >= self._length), ready)
+        given, self._held = self._held[:ready], self._held[ready:]
+        return Delta(
+            piece.text,
+            output.tokens[: piece.tokens],
+            [logprobs for _, logprobs in given],
+            [min(offset, self._length) for offset, _ in given],
+            finish,
+            reason,
+        )

@@ -1,0 +1,140 @@
+"""From what a client asks to an `Add` message: prompt text or chat to token ids, defaults, limits.
+
+Used by the server and by the Python API alike, so that both accept and refuse the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .errors import ConfigError, InvalidRequest
+from .messages import EngineInfo
+from .settings import Settings
+from .types import SamplingParams
+
+if TYPE_CHECKING:
+    from .model import Checkpoint
+    from .tokenizer import Tokenizer
+
+_SUGGESTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class InputProcessor:
+    """Holds what requests to one model have in common. Safe to call from several threads.
+
+    Sampling defaults and EOS ids come from the checkpoint's generation_config.json, unless `--generation-config` says
+    otherwise. As in vLLM, `do_sample` is not among them: without a temperature, false still means temperature 1.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, info: EngineInfo, settings: Settings) -> None:
+        self.tokenizer = tokenizer
+        self.info = info
+        config = _generation_config(checkpoint, settings)
+        eos = _ids(config.get("eos_token_id", checkpoint.config.get("eos_token_id")))
+        self._eos = tuple(dict.fromkeys((*eos, *tokenizer.eos_token_ids)))
+        suggested = {name: config[name] for name in _SUGGESTED if config.get(name) is not None}
+        try:
+            self.defaults = msgspec.convert(suggested, SamplingParams)
+            """What a request without sampling fields gets."""
+            self.defaults.check(info.vocab_size)
+        except (msgspec.ValidationError, InvalidRequest) as error:
+            raise ConfigError(
+                f"generation_config.json of the checkpoint: {error}; --generation-config none ignores it"
+            ) from None
+
+    def encode(self, prompt: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. BOS is there once at most; ids that are given are taken as they are.
+
+        Raises `InvalidRequest` for an empty prompt, ids outside the vocabulary, and a prompt that leaves no room for
+        a token.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special_tokens)
+            bos = self.tokenizer.bos_token_id
+            if bos is not None and add_special_tokens and ids[:2] == [bos, bos]:
+                del ids[0]  # the text begins with it already
+        else:
+            ids = list(prompt)
+            for id in ids:
+                if not 0 <= id < self.info.vocab_size:
+                    raise InvalidRequest(
+                        "prompt", f"prompt: token id {id} is outside the vocabulary (0..{self.info.vocab_size - 1})"
+                    )
+        return self._fitting(ids, "prompt")
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+        """Token ids of a chat. `template`: variables of the chat template, such as add_generation_prompt.
+
+        Raises `InvalidRequest` as `encode` does, and with the template's message where it refuses the messages.
+        """
+        text = self.tokenizer.render(messages, **template)
+        return self._fitting(self.tokenizer.encode(text, add_special_tokens=False), "messages")
+
+    def _fitting(self, ids: list[int], field: str) -> list[int]:
+        limit = self.info.max_model_len
+        if not ids:
+            raise InvalidRequest(field, f"{field}: empty; give at least one token")
+        if len(ids) >= limit:
+            raise InvalidRequest(
+                field,
+                f"{field}: {len(ids)} tokens leave no room for output within the limit of {limit} tokens "
+                "(prompt and output); shorten it",
+            )
+        return ids
+
+    def params(self, fields: Mapping[str, Any]) -> SamplingParams:
+        """Sampling parameters from fields of `SamplingParams`; None or absent means the default.
+
+        Values must have the right types; `complete` checks their ranges.
+        """
+        return msgspec.structs.replace(self.defaults, **{k: v for k, v in fields.items() if v is not None})
+
+    def complete(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
+        """`params` checked and ready for the engine with this prompt: EOS ids, max_tokens (unset: what remains).
+
+        Raises `InvalidRequest` naming the field at fault.
+        """
+        limit, count = self.info.max_model_len, len(prompt)
+        if params.max_tokens is not None and params.max_tokens > limit - count:
+            raise InvalidRequest(
+                "max_tokens",
+                f"max_tokens: {count} prompt tokens + {params.max_tokens} max_tokens exceed the limit of {limit} "
+                f"tokens; ask for at most {limit - count}",
+            )
+        vocab = self.info.vocab_size
+        params = msgspec.structs.replace(
+            params,
+            max_tokens=limit - count if params.max_tokens is None else params.max_tokens,
+            top_k=min(params.top_k, vocab),
+            eos_token_ids=params.eos_token_ids or tuple(id for id in self._eos if 0 <= id < vocab),
+        )
+        params.check(vocab)
+        return params
+
+
+def _generation_config(checkpoint: Checkpoint, settings: Settings) -> Mapping[str, Any]:
+    choice = settings.generation_config
+    if choice == "auto":
+        return checkpoint.generation_config
+    if choice == "none":
+        return {}
+    path = Path(choice) / "generation_config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--generation-config {choice}: cannot read {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"--generation-config {choice}: {path} must hold a JSON object")
+    return config
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    """`eos_token_id` is an integer, a list, or null."""
+    if isinstance(value, int):
+        return (value,)
+    return tuple(id for id in value if isinstance(id, int)) if isinstance(value, list) else ()
