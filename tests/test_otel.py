@@ -265,12 +265,14 @@ def test_step_span_has_a_child_per_stage_and_links_to_its_requests() -> None:
         assert times(child) == (times(step)[0] + i * MS, times(step)[0] + (i + 1) * MS)
 
 
-def test_links_end_with_the_request() -> None:
+def test_links_end_after_the_step_that_ended_the_request() -> None:
     rig = Rig(step_sampling=1)
     rig.plugin.arrived(request("a"))
-    rig.plugin.request_done(request("a"))
-    rig.plugin.step_done(Plan(1, slices=(Slice("a", 0, 4, (), True),)), StepResult(1), Timings(1, 2, []))
-    assert list(rig.by_name()["engine.step"].links) == []
+    rig.plugin.request_done(request("a", trace=None))
+    for step in (1, 2):
+        plan = Plan(step, slices=(Slice("a", 0, 4, (), True),))
+        rig.plugin.step_done(plan, StepResult(step), Timings(1, 2, []))
+    assert [len(span.links) for span in rig.spans()] == [1, 0]
 
 
 @pytest.mark.parametrize(("every", "traced"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (0, []), (100, [])])

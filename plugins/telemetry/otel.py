@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -52,9 +52,10 @@ class Otel:
         if settings.port:
             self._server["server.port"] = settings.port
         self._every = options.step_sampling
-        self._epoch = _epoch(time.monotonic_ns())
+        self._epoch = _epoch(time.monotonic_ns)
         self._engine_epoch = self._epoch  # of the executor's clock
-        self._traces: dict[str, str] = {}  # traceparent by request id, while the engine knows the request
+        self._traces: dict[str, str] = {}  # traceparent by request id, for the links of steps
+        self._ended: list[str] = []  # requests that no step after the current one has
         self._ids = _PresetIds()
         resource = {
             "service.name": os.environ.get("OTEL_SERVICE_NAME", "framework"),
@@ -126,7 +127,7 @@ class Otel:
 
     @hookimpl
     def started(self, engine: Any) -> None:
-        self._engine_epoch = _epoch(engine.executor.clock.ns())
+        self._engine_epoch = _epoch(engine.executor.clock.ns)
 
     @hookimpl
     def arrived(self, request: Request) -> None:
@@ -135,7 +136,7 @@ class Otel:
 
     @hookimpl
     def request_done(self, request: Request) -> None:
-        self._traces.pop(request.id, None)
+        self._ended.append(request.id)
         parent = _context(request.trace)
         if not _sampled(parent):
             return
@@ -162,8 +163,13 @@ class Otel:
 
     @hookimpl
     def step_done(self, plan: Plan, result: StepResult, timings: Timings) -> None:
-        if not self._every or plan.step % self._every:
-            return
+        if self._every and plan.step % self._every == 0:
+            self._trace_step(plan, result, timings)
+        for id in self._ended:
+            self._traces.pop(id, None)
+        self._ended.clear()
+
+    def _trace_step(self, plan: Plan, result: StepResult, timings: Timings) -> None:
         traces = (_context(self._traces.get(s.request_id)) for s in plan.slices)
         links = [
             trace.Link(trace.get_current_span(context).get_span_context())
@@ -275,9 +281,12 @@ def _otlp(endpoint: str | None) -> OTLPSpanExporter:
     return OTLPSpanExporter(endpoint=url._replace(path=path).geturl())
 
 
-def _epoch(now: int) -> int:
-    """What turns a clock that reads `now` into nanoseconds since 1970."""
-    return time.time_ns() - now
+def _epoch(clock: Callable[[], int]) -> int:
+    """What turns nanoseconds of `clock` into nanoseconds since 1970."""
+    # The narrowest of a few readings: being interrupted between two clocks would shift one process's spans.
+    readings = [(clock(), time.time_ns(), clock()) for _ in range(5)]
+    before, now, after = min(readings, key=lambda r: r[2] - r[0])
+    return now - (before + after) // 2
 
 
 def _context(traceparent: str | None) -> Context:
