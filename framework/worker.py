@@ -1,0 +1,298 @@
+"""The torch executor: loads the model, owns the KV pool, and runs plans in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import machine
+from .batch import Array, RowBatch, Rows
+from .defaults import model_class
+from .errors import ConfigError, FrameworkError, ModelError, PluginError
+from .executor import Done, Executor, Pending
+from .kernels import Batch, KernelBackend, Meta
+from .kv import Capacity
+from .model import Checkpoint, Model, ModelSpec
+from .plan import Copy, Logprobs, Plan, StepResult
+from .registry import Plugins
+from .settings import Settings, parse_memory
+
+Inputs = tuple[torch.Tensor, torch.Tensor, Meta]
+
+
+class TorchExecutor(Executor):
+    """Runs each plan during `submit`: copies, one ragged forward pass, logits hooks, `sample`.
+
+    After `start`: `spec`, `backend`, `model`, `cache_spec`, `dtype` (name), `device_name`, `threads`, `backend_name`.
+    A step that raises leaves everything known of the requests in place; whoever ran is expected again in `Plan.new`.
+    """
+
+    spec: ModelSpec
+    backend: KernelBackend
+    dtype: str
+    device_name: str
+    threads: int
+    backend_name: str
+
+    def __init__(self, settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> None:
+        self.settings = settings
+        self.plugins = plugins
+        self.checkpoint = checkpoint
+        self.model: Model | None = None
+        self.device = torch.device("cpu")
+        self._pools: list[list[Any]] = []
+        self._caches: list[Any] = []
+        self._rows = Rows(0, 1)
+
+    # Start
+
+    @torch.inference_mode()
+    def start(self, progress: Callable[[str, float], None] = lambda stage, share: None) -> Capacity:
+        settings, config = self.settings, self.checkpoint.config
+        self.device = resolve_device(settings.device)
+        self.threads = settings.threads or machine.cpus()
+        torch.set_num_threads(self.threads)
+        architecture = next(iter(config.get("architectures") or ()), None)
+        if architecture is None:
+            raise ModelError(f"{self.checkpoint.path}: config.json names no architecture (key 'architectures')")
+        self.spec = model_class(self.plugins, settings, architecture).spec(config)
+        dtype = resolve_dtype(settings.dtype, self.spec.dtype, self.device)
+        self.dtype = _name(dtype)
+        hook, known = self.plugins.hook, {"dtype": dtype, "device": self.device}
+        self.backend = hook.kernel_backend(settings=settings, spec=self.spec, **known)
+        self.backend_name = self.backend.name
+        self.model = hook.model(settings=settings, spec=self.spec, backend=self.backend, **known)
+        assert self.model is not None
+        loaded, total = itertools.count(1), max(1, self.checkpoint.num_tensors)
+        progress("load weights", 0.0)
+        self.model.load(self.checkpoint.tensors(), lambda: progress("load weights", min(1.0, next(loaded) / total)))
+        spec = self.cache_spec = self.model.cache_spec(settings.block_size)
+        cache_dtype: torch.dtype = getattr(torch, spec.dtype)
+        block_bytes = sum(self.backend.block_bytes(g, cache_dtype, spec.block_size) for g in spec.groups)
+        blocks = self._blocks(block_bytes)
+        self._pools = [
+            self.backend.allocate(group, cache_dtype, spec.block_size, blocks, self.device) for group in spec.groups
+        ]
+        self._caches = [cache for pool in self._pools for cache in pool]
+        self._rows = Rows(len(spec.groups), spec.block_size, settings.max_num_seqs)
+        progress("warm up", 0.0)
+        self._warm_up()
+        progress("warm up", 1.0)
+        cuda = self.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(self.device) if cuda else machine.cpu_name()
+        return Capacity({"device": blocks, "host": 0}, block_bytes, self.device_name)
+
+    def _blocks(self, block_bytes: int) -> int:
+        """Size of the pool. Raises `ConfigError`, with the numbers, where it does not fit."""
+        settings, block_size = self.settings, self.settings.block_size
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else machine.free_memory()
+        if settings.kv_blocks is not None:
+            blocks, field = settings.kv_blocks, f"--kv-blocks {settings.kv_blocks}"
+        else:
+            amount, field = parse_memory(settings.kv_memory), f"--kv-memory {settings.kv_memory}"
+            budget = int(amount * free) if isinstance(amount, float) else amount
+            blocks = budget // block_bytes
+            if blocks < 1:
+                raise ConfigError(
+                    f"{field}: {machine.size(budget)} do not hold one KV block of {block_size} tokens "
+                    f"({machine.size(block_bytes)}); give at least {block_bytes} bytes"
+                )
+            longest = min(settings.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
+            blocks = min(blocks, settings.max_num_seqs * -(-longest // block_size))
+        if blocks * block_bytes > free:
+            raise ConfigError(
+                f"{field}: a KV pool of {machine.size(blocks * block_bytes)} ({blocks} blocks of "
+                f"{machine.size(block_bytes)}) is more than the {machine.size(free)} free; give less"
+            )
+        return blocks
+
+    def _warm_up(self) -> None:
+        """One forward pass over one block, so that the first request doesn't pay for what libraries set up lazily."""
+        count = min(self.cache_spec.block_size, self.spec.max_model_len)
+        tables = tuple(np.zeros((1, 1), np.int32) for _ in self.cache_spec.groups)
+        lens, samples = np.array([count], np.int32), np.ones(1, np.bool_)
+        batch = Batch(np.zeros(1, np.int32), lens, tables, samples, self.cache_spec.block_size)
+        self._forward(self._prepare(batch, np.zeros(count, np.int64), np.arange(count, dtype=np.int64)))
+
+    def stop(self) -> None:
+        self.model, self._pools, self._caches = None, [], []
+        self._rows = Rows(0, 1)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # Steps
+
+    def submit(self, plan: Plan) -> Pending:
+        try:
+            return Done(self._run(plan))
+        except Exception as error:  # noqa: BLE001 - raised again by `result`: the engine decides who is retried
+            return Done(error)
+
+    @torch.inference_mode()
+    def _run(self, plan: Plan) -> StepResult:
+        ns = self.clock.ns
+        begin, rows = ns(), self._rows
+        rows.update(plan)
+        self._copy(plan.copies)
+        copied = tuple(copy.ticket for copy in plan.copies if copy.ticket)
+        if not plan.slices:
+            return StepResult(plan.step, copied=copied, stages=(("batch_build", begin, ns()),))
+        step = rows.build(plan)
+        inputs = self._prepare(step.batch, step.tokens, step.positions)
+        built = ns()
+        logits = self._forward(inputs)
+        forwarded = ns()  # on a GPU only launched: the wait for it shows under sampling
+        ids = [s.request_id for s in plan.slices if s.samples]
+        tokens: dict[str, tuple[int, ...]] = {}
+        logprobs: dict[str, tuple[Logprobs, ...]] = {}
+        errors: dict[str, str] = {}
+        if ids:
+            sampled = step.rows[step.batch.samples]
+            chosen, bad, details = self._sample(logits, RowBatch(rows, ids, sampled))
+            rows.append(sampled[~bad], chosen[~bad])
+            rows.settle()
+            for at, (id, token, failed) in enumerate(zip(ids, chosen.tolist(), bad.tolist(), strict=True)):
+                if failed:
+                    errors[id] = "the model's logits are not finite (NaN, or nothing left to choose from)"
+                else:
+                    tokens[id] = (token,)
+                    if at in details:
+                        logprobs[id] = (details[at],)
+        stages = (
+            ("batch_build", begin, built),
+            ("forward", built, forwarded),
+            ("sampling", forwarded, ns()),
+        )
+        return StepResult(plan.step, tokens=tokens, logprobs=logprobs, copied=copied, errors=errors, stages=stages)
+
+    def _copy(self, copies: Iterable[Copy]) -> None:
+        """In order; neighbours within one group and pair of tiers go together."""
+        for (group, *tiers), some in itertools.groupby(copies, lambda c: (c.group, c.src_tier, c.dst_tier)):
+            if tiers != ["device", "device"]:
+                raise RuntimeError(f"cannot copy KV blocks from {tiers[0]} to {tiers[1]}: there is no host pool")
+            pairs = torch.tensor([(c.src, c.dst) for c in some], dtype=torch.int64).to(self.device)
+            self.backend.copy_blocks(self._pools[group], pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+
+    def _prepare(self, batch: Batch, tokens: Array, positions: Array) -> Inputs:
+        meta = self.backend.prepare(batch, self.device)
+        return (
+            torch.from_numpy(tokens).to(self.device, non_blocking=True),
+            torch.from_numpy(positions).to(self.device, non_blocking=True),
+            meta,
+        )
+
+    def _forward(self, inputs: Inputs) -> torch.Tensor:
+        assert self.model is not None
+        tokens, positions, meta = inputs
+        return self.model.forward(tokens, positions, self._caches, meta)
+
+    def _sample(self, logits: torch.Tensor, batch: RowBatch) -> tuple[Array, Array, dict[int, Logprobs]]:
+        """(int64 tokens, bool "logits not finite", log-probabilities of the rows that asked)."""
+        asked = [row for row, params in enumerate(batch.params) if params.logprobs is not None]
+        logits = logits.float()
+        unmodified = torch.log_softmax(logits[asked], -1) if asked else None
+        self._call("process_logits", logits, batch)
+        best = logits.amax(-1)  # NaN if any is, infinite if all are masked
+        bad: Array = (~best.isfinite()).cpu().numpy()
+        if bad.any():
+            logits[torch.from_numpy(bad).to(logits.device)] = 0.0  # keep samplers out of it
+        sampled = self._call("sample", logits, batch)
+        tokens = getattr(sampled, "tokens", None)
+        rows, vocab = logits.shape
+        if not isinstance(tokens, torch.Tensor) or tokens.shape != (rows,) or tokens.dtype != torch.int64:
+            raise self._fault("sample", f"answered {sampled!r}, not Sampled(int64 [{rows}])")
+        chosen: Array = tokens.cpu().numpy()
+        if ((chosen < 0) | (chosen >= vocab)).any():
+            raise self._fault("sample", f"chose a token outside 0..{vocab - 1}")
+        details: dict[int, Logprobs] = {}
+        if unmodified is not None:
+            counts = [batch.params[row].logprobs or 0 for row in asked]
+            details = dict(zip(asked, log_probabilities(unmodified, tokens[asked], counts), strict=True))
+        return chosen, bad, details
+
+    def _call(self, hook: str, logits: torch.Tensor, batch: RowBatch) -> Any:
+        """Call a hook; whatever it raises becomes a `PluginError` that names the plugin."""
+        try:
+            return getattr(self.plugins.hook, hook)(logits=logits, batch=batch)
+        except FrameworkError:
+            raise
+        except Exception as error:  # anything a plugin can raise: the engine counts it and fails the step
+            plugin = self.plugins.blame(hook, error)
+            raise PluginError(f"plugin {plugin!r}: {hook}: {type(error).__name__}: {error}", plugin) from error
+
+    def _fault(self, hook: str, what: str) -> PluginError:
+        name = self.settings.sampler
+        return PluginError(f"plugin {name!r}: {hook}: {what}", name)
+
+
+def log_probabilities(logprobs: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list[Logprobs]:
+    """For each row of log-probabilities [rows, vocab]: of the token chosen, and of the counts[row] likeliest.
+
+    Equal ones are listed by token id, so the list does not depend on who shares the batch.
+    """
+    own = logprobs.gather(1, chosen[:, None])
+    ranks = (logprobs > own).sum(-1) + 1
+    most = min(max(counts), logprobs.shape[1])
+    tops: list[list[tuple[int, float]]] = [[] for _ in counts]
+    if most:
+        # A row's k-th value is its threshold; ties at it make more than k candidates, cut after sorting.
+        kth = torch.tensor([max(0, min(k, most) - 1) for k in counts], device=logprobs.device)
+        least = logprobs.topk(most).values.gather(1, kth[:, None])
+        at = (logprobs >= least).nonzero(as_tuple=True)
+        row, token, value = (x.cpu().numpy() for x in (*at, logprobs[at]))
+        for entry in np.lexsort((token, -value, row)):
+            if len(tops[row[entry]]) < counts[row[entry]]:
+                tops[row[entry]].append((int(token[entry]), float(value[entry])))
+    return [
+        Logprobs(token, value, rank, tuple(top))
+        for token, value, rank, top in zip(chosen.tolist(), own[:, 0].tolist(), ranks.tolist(), tops, strict=True)
+    ]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of `--device`. Raises `ConfigError` for one that cannot be used here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            reason = "this build of torch has no CUDA" if torch.version.cuda is None else "no CUDA device is usable"
+            raise ConfigError(f"--device {name}: {reason}; use --device cpu or auto")
+        found = torch.cuda.device_count()
+        if (device.index or 0) >= found:
+            raise ConfigError(f"--device {name}: this machine has cuda:0 to cuda:{found - 1}")
+    return device
+
+
+def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The type of `--dtype`. auto: the checkpoint's if it has 16 bits and the hardware computes in it; bfloat16 for any
+    other 16-bit checkpoint where the hardware has that; else float32."""
+    if name == "auto":
+        half = checkpoint in ("bfloat16", "float16")
+        native = [kind for kind in (checkpoint, "bfloat16") if half and _is_native(kind, device)]
+        name = native[0] if native else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _is_native(dtype: str, device: torch.device) -> bool:
+    """Whether the hardware computes in a 16-bit type, by torch's own account of it."""
+    if device.type == "cuda":
+        return dtype == "float16" or torch.cuda.is_bf16_supported(including_emulation=False)
+    features = {"bfloat16": ("avx512_bf16", "amx_bf16", "bf16"), "float16": ("avx512_fp16", "amx_fp16")}[dtype]
+    # Which of these exist differs between versions of torch; what it cannot tell counts as missing.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(f) or getattr(torch.cpu, f"_is_{f}_supported", bool)() for f in features)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,275 @@
+"""The default sampler, vectorised over the batch.
+
+In order: penalties, logit bias, `min_tokens`; then greedy rows take the likeliest token (the first of equals), the
+others temperature, min-p, top-k, top-p and one draw. A filter is a threshold on probability and keeps all that equal
+it, so what it keeps does not depend on how anything was sorted. The draw inverts the cumulative distribution, in order
+of token id, at one uniform number that is a function of (seed, output index). Every number of a row is computed from
+that row alone: company changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from framework import SampleBatch, Sampled, SamplingParams, hookimpl
+
+Array = np.ndarray[Any, Any]
+TINY = torch.finfo(torch.float32).tiny
+SPAN = 256  # tokens summed at once when a whole row is searched: one pass and two short searches
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+class DefaultSampler:
+    """Two caches: the batch's parameters as tensors while the batch stays the same, token counts by request."""
+
+    def __init__(self) -> None:
+        self._setup: _Setup | None = None
+        self._histories: dict[str, _History] = {}
+
+    @hookimpl
+    def sample(self, logits: torch.Tensor, batch: SampleBatch) -> Sampled:
+        for id in (*batch.removed, *batch.added):
+            self._histories.pop(id, None)
+        setup = self._setup
+        if setup is None or batch.added or setup.ids != batch.ids or setup.owner != batch.owner:
+            setup = self._setup = _Setup(batch, logits.device, logits.shape[-1])
+        if setup.penalties is not None:
+            self._penalise(logits, batch, setup.penalties)
+        if setup.bias is not None:
+            rows, tokens, values = setup.bias
+            logits[rows, tokens] += values
+        for minimum in setup.minimum:
+            if batch.output_len[batch.owner[minimum.row]] < minimum.tokens:
+                _ban(logits[minimum.row], minimum.ends)
+        if setup.random is None:
+            return Sampled(argmax(logits))
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if setup.greedy is not None:
+            tokens[setup.greedy] = argmax(logits[setup.greedy])
+            logits = logits[setup.random]
+        lens = np.fromiter([batch.output_len[o] for o in batch.owner], np.uint64, len(batch.owner))
+        uniform = torch.from_numpy(uniforms(batch.seeds[setup.random_owner], lens[setup.random_rows]))
+        tokens[setup.random] = _draw(logits, setup, uniform.to(logits.device))
+        return Sampled(tokens)
+
+    def _penalise(self, logits: torch.Tensor, batch: SampleBatch, penalties: _Penalties) -> None:
+        histories = []
+        for row in penalties.rows:
+            id, length = batch.ids[batch.owner[row]], batch.output_len[batch.owner[row]]
+            history = self._histories.get(id)
+            if history is None or history.known > length:
+                history = self._histories[id] = _History(batch.prompt_tokens(id))
+            history.extend(batch.output_tokens(id)[history.known : length])
+            histories.append(history)
+        device = logits.device
+        sizes = [history.size for history in histories]
+        rows = torch.from_numpy(np.repeat(np.array(penalties.rows), sizes)).to(device)
+        tokens = torch.from_numpy(np.concatenate([h.tokens[: h.size] for h in histories])).to(device)
+        counts = torch.from_numpy(np.concatenate([h.counts[: h.size] for h in histories])).to(device)
+        repetition, presence, frequency = (
+            torch.from_numpy(np.repeat(values, sizes)).to(device) for values in penalties.values
+        )
+        values = logits[rows, tokens]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)
+
+
+class _Penalties(NamedTuple):
+    rows: list[int]
+    values: Array
+    """float32 [3, rows]: repetition, presence, frequency."""
+
+
+class _Minimum(NamedTuple):
+    row: int
+    tokens: int
+    ends: torch.Tensor
+
+
+class _Setup:
+    """The parameters of one batch as tensors; None where no row needs the thing. `n` rows are random, the filtered
+    among them (top-k, top-p, min-p) are numbered from 0 again."""
+
+    def __init__(self, batch: SampleBatch, device: torch.device, vocab: int) -> None:
+        self.ids, self.owner = batch.ids, batch.owner
+        params = [batch.params[o] for o in batch.owner]
+
+        def index(rows: Sequence[int]) -> torch.Tensor | None:
+            return torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
+
+        def column(values: Sequence[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+        self.random_rows = [row for row, p in enumerate(params) if not p.greedy]
+        self.random_owner = [batch.owner[row] for row in self.random_rows]
+        self.random = index(self.random_rows)
+        self.greedy = index([row for row, p in enumerate(params) if p.greedy])
+        drawn = [params[row] for row in self.random_rows]
+        self.temperature = column([p.temperature for p in drawn]) if any(p.temperature != 1 for p in drawn) else None
+
+        filtered = [at for at, p in enumerate(drawn) if p.top_p < 1 or p.min_p > 0 or 0 < p.top_k < vocab]
+        self.filtered = index(filtered)
+        self.plain = index(sorted(set(range(len(drawn))) - set(filtered)))
+        picked = [drawn[at] for at in filtered]
+        self.top_p, self.min_p = column([p.top_p for p in picked]), column([p.min_p for p in picked])
+        self.any_min_p = any(p.min_p > 0 for p in picked)
+        limited = [at for at, p in enumerate(picked) if 0 < p.top_k < vocab]
+        self.limited = index(limited)
+        self.max_top_k = max((picked[at].top_k for at in limited), default=0)
+        self.kth = index([picked[at].top_k - 1 for at in limited])
+        self.nuclear = index([at for at, p in enumerate(picked) if p.top_p < 1])
+
+        rows = [
+            row
+            for row, p in enumerate(params)
+            if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
+        ]
+        of = [params[row] for row in rows]
+        values = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in of]
+        self.penalties = _Penalties(rows, np.array(values, np.float32).T) if rows else None
+        entries = [(row, *entry) for row, p in enumerate(params) for entry in p.logit_bias.items()]
+        self.bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        if entries:
+            at, tokens, amounts = zip(*entries, strict=True)
+            self.bias = (
+                torch.tensor(at, device=device),
+                torch.tensor(tokens, device=device),
+                torch.tensor(amounts, dtype=torch.float32, device=device),
+            )
+        self.minimum = [
+            _Minimum(row, p.min_tokens, torch.tensor(_within(p, vocab), dtype=torch.int64, device=device))
+            for row, p in enumerate(params)
+            if p.min_tokens and p.ends
+        ]
+
+
+def _within(params: SamplingParams, vocab: int) -> list[int]:
+    """Ends that the model can produce: checkpoints name EOS ids beyond their vocabulary."""
+    return sorted(token for token in params.ends if token < vocab)
+
+
+class _History:
+    """Distinct tokens of one request and how often its output holds each; `known` output tokens are counted."""
+
+    def __init__(self, prompt: Array) -> None:
+        distinct = np.unique(prompt).astype(np.int64)
+        self.known = 0
+        self.size = len(distinct)
+        self.tokens: Array = distinct
+        self.counts: Array = np.zeros(self.size, np.float32)
+        self._slot: dict[int, int] = {token: at for at, token in enumerate(distinct.tolist())}
+
+    def extend(self, output: Array) -> None:
+        for token in output.tolist():
+            at = self._slot.get(token)
+            if at is None:
+                at = self._slot[token] = self.size
+                if at == len(self.tokens):
+                    room = max(64, at)
+                    self.tokens = np.concatenate([self.tokens, np.zeros(room, np.int64)])
+                    self.counts = np.concatenate([self.counts, np.zeros(room, np.float32)])
+                self.tokens[at] = token
+                self.size += 1
+            self.counts[at] += 1
+        self.known += len(output)
+
+
+def _ban(row: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Forbid tokens, unless nothing else is left: then whoever masked the rest (a grammar, say) has the last word."""
+    before = row[tokens]
+    row[tokens] = float("-inf")
+    if row.amax() == float("-inf"):
+        row[tokens] = before
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [rows], the first of equals. On CPUs numpy's is some fifteen times as fast as torch's."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+def _draw(logits: torch.Tensor, setup: _Setup, uniform: torch.Tensor) -> torch.Tensor:
+    """int64 [n] from the logits [n, vocab] of the random rows, which may be changed; uniform: float64 [n]."""
+    if setup.temperature is not None:
+        logits.div_(setup.temperature)
+    probs = torch.softmax(logits, -1)
+    if setup.filtered is None:
+        return _search(probs, uniform)
+    if setup.plain is None:
+        return _search_filtered(probs, setup, uniform)
+    tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
+    tokens[setup.plain] = _search(probs[setup.plain], uniform[setup.plain])
+    tokens[setup.filtered] = _search_filtered(probs[setup.filtered], setup, uniform[setup.filtered])
+    return tokens
+
+
+def _search(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Where the cumulative sum over token ids passes the uniform number: first the span, then the token in it."""
+    rows, vocab = probs.shape
+    if vocab % SPAN:
+        probs = torch.nn.functional.pad(probs, (0, SPAN - vocab % SPAN))
+    spans = probs.view(rows, -1, SPAN)
+    cumulative = spans.sum(-1).double().cumsum(-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    span = _passes(cumulative, target)
+    before = torch.nn.functional.pad(cumulative, (1, 0)).gather(1, span)
+    inside = spans[torch.arange(rows, device=probs.device), span[:, 0]].double().cumsum(-1)
+    return (span * SPAN + _passes(inside, target - before))[:, 0]
+
+
+def _search_filtered(probs: torch.Tensor, setup: _Setup, uniform: torch.Tensor) -> torch.Tensor:
+    """The same over the few tokens that the filters leave, packed to the left: probs [filtered, vocab]."""
+    rows, vocab = probs.shape
+    least = probs.new_zeros(rows, 1)
+    if setup.any_min_p:
+        least = torch.maximum(least, setup.min_p * probs.amax(-1, keepdim=True))
+    if setup.limited is not None and setup.kth is not None:
+        some = probs if len(setup.limited) == rows else probs[setup.limited]
+        kth = some.topk(setup.max_top_k).values.gather(1, setup.kth[:, None])
+        least[setup.limited] = torch.maximum(least[setup.limited], kth)
+    # Tokens under (1 - top_p) / vocab add up to less than 1 - top_p: none of them belongs to the nucleus.
+    least = torch.where(least > 0, least, (1 - setup.top_p) / vocab).clamp_(min=TINY)
+    row, token = (probs >= least).nonzero(as_tuple=True)
+    counts = torch.bincount(row, minlength=rows)
+    first = counts.cumsum(0) - counts
+    place = torch.arange(len(row), device=row.device) - first[row]
+    kept = torch.zeros(rows, int(counts.max()), dtype=torch.float64, device=probs.device)
+    kept[row, place] = probs[row, token].double()
+    if setup.nuclear is not None:
+        some = kept[setup.nuclear]
+        ordered = some.sort(-1, descending=True).values
+        sums = ordered.cumsum(-1)
+        inside = (sums - ordered < setup.top_p[setup.nuclear].double() * sums[:, -1:]).sum(-1, keepdim=True)
+        kept[setup.nuclear] = some.masked_fill(some < ordered.gather(1, inside - 1), 0.0)
+    cumulative = kept.cumsum(-1)
+    chosen = _passes(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
+    return token[first + chosen]
+
+
+def _passes(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """int64 [n, 1]: the first entry above the target, never one without a share of its own, whatever was rounded."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
+
+
+def uniforms(seeds: Array, index: Array) -> Array:
+    """float64 in [0, 1), one for each (seed, output index), both uint64.
+
+    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): number `index` of
+    the generator whose state is the mixed seed. The top 53 bits make the fraction.
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(seeds.astype(np.uint64)) + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+        fraction: Array = (_mix(state) >> np.uint64(11)) * 2.0**-53
+    return fraction
+
+
+def _mix(z: Array) -> Array:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
