@@ -59,7 +59,8 @@ class Executor(ABC):
     cache_spec: CacheSpec
     """Set by `start`, as are the following."""
     spec: ModelSpec
-    dtype_name: str = ""
+    dtype: str = ""
+    """Of weights and activations: a torch dtype's name."""
     backend_name: str = ""
     threads: int = 1
     notes: Sequence[str] = ()

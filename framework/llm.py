@@ -1,0 +1,165 @@
+"""The Python API: the engine in this process, for notebooks, scripts and tests.
+
+from framework import LLM, SamplingParams
+
+llm = LLM("path/to/checkpoint")
+for output in llm.generate(["Once upon a time", "The answer is"], SamplingParams(max_tokens=32)):
+    print(output.text)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from .checkpoint import open_checkpoint
+from .detokenizer import Assembler
+from .errors import FrameworkError, Rejected
+from .inputs import InputProcessor
+from .messages import Add, RequestTimes, TokenOutput
+from .plan import Logprobs
+from .registry import load_plugins
+from .settings import Settings
+from .startup import Progress, build_engine
+from .types import SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Params = SamplingParams | Mapping[str, Any] | None
+
+
+class RequestOutput(msgspec.Struct):
+    """What came of one prompt. Filled in as tokens arrive; complete once `finish_reason` is set."""
+
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[Logprobs] = []
+    """One for each token if `SamplingParams.logprobs` was set, else empty."""
+    finish_reason: str | None = None
+    """stop, length, abort."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it; None for EOS."""
+    times: RequestTimes | None = None
+
+
+class LLM:
+    """A model, ready to generate. Not thread-safe. Use as a context manager or call `close`.
+
+    Keyword arguments are those of the command line (`framework serve --help`), with underscores:
+    `LLM("model", scheduler="priority", kv_blocks=512)`. FRAMEWORK_* variables apply as they do there.
+    Raises `ConfigError`, `ModelError` or `PluginError`, each saying what to change.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        settings: Settings | None = None,
+        plugins: Iterable[tuple[str, object]] = (),
+        progress: Progress = lambda stage, share: None,
+        **flags: Any,
+    ) -> None:
+        if model is not None:
+            flags["model"] = str(model)
+        self.settings = settings or Settings.load(None, **flags)
+        loaded = load_plugins(self.settings, plugins)
+        loaded.activate(self.settings, engine=True)
+        checkpoint = open_checkpoint(self.settings, loaded)
+        self.tokenizer = checkpoint.tokenizer()
+        self.engine, self.info = build_engine(self.settings, loaded, checkpoint, progress)
+        self.inputs = InputProcessor(checkpoint, self.tokenizer, self.info, self.settings)
+        self._ids = itertools.count(1)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text or token ids), all in one batch; outputs in the order of the prompts.
+
+        `params`: one for all, or one for each. Fields that are not set have the checkpoint's defaults if a mapping
+        is given, and those of `SamplingParams` if such an object is. Raises `InvalidRequest` for bad values.
+        """
+        batch = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
+        return self._run([self.inputs.encode(prompt) for prompt in batch], params)  # type: ignore[arg-type]
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params | Sequence[Params] = None
+    ) -> list[RequestOutput]:
+        """Answer each conversation through the checkpoint's chat template."""
+        batch = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self._run([self.inputs.render(conversation) for conversation in batch], params)  # type: ignore[arg-type]
+
+    def stream(self, prompt: Prompt | Sequence[Message], params: Params = None) -> Iterator[str]:
+        """Text of one completion (or of one answer, if `prompt` is a list of messages) as it comes.
+
+        Leaving the loop early frees the request.
+        """
+        chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        ids = self.inputs.render(prompt) if chat else self.inputs.encode(prompt)  # type: ignore[arg-type]
+        for _, text in self._stream([ids], [params]):
+            yield text
+
+    def _run(self, prompts: Sequence[list[int]], params: Params | Sequence[Params]) -> list[RequestOutput]:
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        outputs = [RequestOutput(prompt) for prompt in prompts]
+        for _ in self._stream(prompts, each, outputs):
+            pass
+        return outputs
+
+    def _stream(
+        self, prompts: Sequence[list[int]], params: Sequence[Params], outputs: list[RequestOutput] | None = None
+    ) -> Iterator[tuple[int, str]]:
+        """(index of the prompt, new text) as it comes; `outputs` are filled in."""
+        outputs = outputs or [RequestOutput(prompt) for prompt in prompts]
+        index: dict[str, int] = {}
+        assemblers: list[Assembler] = []
+        adds: list[Add] = []
+        for i, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
+            chosen = given if isinstance(given, SamplingParams) else self.inputs.params(given or {})
+            complete = self.inputs.complete(chosen, prompt)
+            assemblers.append(Assembler(self.tokenizer, complete, prompt))
+            adds.append(Add(f"llm-{next(self._ids)}", prompt, complete, 0))
+            index[adds[-1].id] = i
+        try:
+            queue = [output for add in adds for output in self.engine.add(add)]
+            while index:
+                queue += self.engine.step()
+                for output in queue:
+                    i = index.get(output.id)
+                    if i is None:
+                        continue  # ended by a stop string in this very round
+                    text = self._take(output, outputs[i], assemblers[i])
+                    if outputs[i].finish_reason is not None:
+                        del index[output.id]
+                    if text:
+                        yield i, text
+                queue = []
+        finally:
+            self.engine.abort(list(index))
+
+    def _take(self, output: TokenOutput, into: RequestOutput, assembler: Assembler) -> str:
+        if output.error is not None:
+            error = output.error
+            raise Rejected(error, output.status, output.retry_after) if output.status < 500 else FrameworkError(error)
+        delta = assembler.push(output)
+        into.text += delta.text
+        into.token_ids.extend(delta.tokens)
+        into.logprobs.extend(delta.logprobs)
+        into.finish_reason, into.stop_reason, into.times = delta.finish_reason, delta.stop_reason, output.times
+        if delta.finish_reason is not None and output.finish_reason is None:
+            for ended in self.engine.abort([output.id], "stop"):
+                into.times = ended.times
+        return delta.text
+
+    def close(self) -> None:
+        """Free the model and the pool."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
