@@ -10,6 +10,7 @@ for output in llm.generate(["Once upon a time", "The answer is"], SamplingParams
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -28,6 +29,8 @@ from .types import SamplingParams
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+IDLE_SECONDS = 0.01
+"""How soon a policy that let nothing run is asked again."""
 Params = SamplingParams | Mapping[str, Any] | None
 
 
@@ -73,6 +76,7 @@ class LLM:
         self.engine, self.info = build_engine(self.settings, loaded, checkpoint, progress)
         self.inputs = InputProcessor(checkpoint, self.tokenizer, self.info, self.settings)
         self._ids = itertools.count(1)
+        self._mail: dict[str, list[TokenOutput]] = {}
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None
@@ -124,21 +128,37 @@ class LLM:
             adds.append(Add(f"llm-{next(self._ids)}", prompt, complete, 0))
             index[adds[-1].id] = i
         try:
-            queue = [output for add in adds for output in self.engine.add(add)]
+            for add in adds:
+                self._mail[add.id] = self.engine.add(add)
             while index:
-                queue += self.engine.step()
-                for output in queue:
+                for output in self._receive(index):
                     i = index.get(output.id)
                     if i is None:
                         continue  # ended by a stop string in this very round
                     text = self._take(output, outputs[i], assemblers[i])
                     if outputs[i].finish_reason is not None:
-                        del index[output.id]
+                        del index[output.id], self._mail[output.id]
                     if text:
                         yield i, text
-                queue = []
         finally:
             self.engine.abort(list(index))
+            for id in index:
+                self._mail.pop(id, None)
+
+    def _receive(self, ids: Iterable[str]) -> list[TokenOutput]:
+        """What came for `ids`. Steps the engine until something did; what came for other streams waits for them."""
+        while True:
+            found = [output for id in ids for output in self._mail[id]]
+            if found:
+                for id in ids:
+                    self._mail[id] = []
+                return found
+            before = self.engine.steps
+            for output in self.engine.step():
+                if output.id in self._mail:
+                    self._mail[output.id].append(output)
+            if self.engine.steps == before:
+                time.sleep(IDLE_SECONDS)
 
     def _take(self, output: TokenOutput, into: RequestOutput, assembler: Assembler) -> str:
         if output.error is not None:
