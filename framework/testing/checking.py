@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..executor import Clock, Done, Executor, MonotonicClock
 from ..kv import CacheGroup, CacheSpec, Capacity
+from ..model import ModelSpec
 from ..plan import Delta, Logprobs, Plan, RequestData, Slice, StepResult
 from .clock import VirtualClock
 from .memory import Memory, PlanFault, Written
@@ -64,6 +65,7 @@ class CheckingExecutor(Executor):
 
     blocks, host_blocks: size of the two tiers. windows: one group of layers per entry, and the tokens
     that its queries see.
+    vocab_size: output tokens are below it. max_model_len: the longest request the pretended model takes.
     ends: request id -> output index at which its EOS token comes (`params.eos_token_ids[0]`).
     fail(plan): "before" or "after" the plan's writes, the step raises `StepFailed`; None: it does not.
     cost(plan): seconds the step takes; a `VirtualClock` is advanced by it, with any other clock the step sleeps.
@@ -77,6 +79,7 @@ class CheckingExecutor(Executor):
         host_blocks: int = 0,
         windows: Sequence[int | None] = (None,),
         vocab_size: int = 256,
+        max_model_len: int = 2**20,
         token_budget: int | None = None,
         seats: int | None = None,
         ends: Mapping[str, int] | None = None,
@@ -88,6 +91,10 @@ class CheckingExecutor(Executor):
         self.cache_spec = CacheSpec(block_size, "float32", tuple(CacheGroup(1, 1, 1, w) for w in windows))
         self.capacity = Capacity({"device": blocks, "host": host_blocks}, device="none (checking executor)")
         self.vocab_size = vocab_size
+        self.spec = ModelSpec(
+            "none", vocab_size, max_model_len, len(windows), 1, 1, 1, 1, "float32", tuple(windows), config={}
+        )
+        self.dtype_name, self.backend_name = "float32", "none"
         self._token_budget, self._seats = token_budget, seats
         self._ends = ends or {}
         self._fail, self._cost = fail, cost

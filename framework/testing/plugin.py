@@ -12,6 +12,7 @@ from ..types import Provider
 
 if TYPE_CHECKING:
     from ..executor import Executor
+    from ..model import Checkpoint
     from ..settings import Settings
     from .checking import CheckingExecutor
 
@@ -20,27 +21,30 @@ class ExecutorOptions(BaseModel, extra="forbid"):
     """Options of the executors without a model."""
 
     blocks: int = Field(1024, ge=1, description="Blocks in the pool where --kv-blocks is not set.")
-    vocab_size: int = Field(256, ge=1, description="Output tokens of `checking` are below this.")
     delay: float = Field(0.0, ge=0, description="Seconds each step takes.")
 
 
-def _checking(options: ExecutorOptions, settings: Settings) -> Executor:
+def _checking(options: ExecutorOptions, settings: Settings, checkpoint: Checkpoint) -> Executor:
     from .checking import CheckingExecutor
 
-    return _make(CheckingExecutor, options, settings)
+    return _make(CheckingExecutor, options, settings, checkpoint)
 
 
-def _scripted(options: ExecutorOptions, settings: Settings) -> Executor:
+def _scripted(options: ExecutorOptions, settings: Settings, checkpoint: Checkpoint) -> Executor:
     from .scripted import ScriptedExecutor
 
-    return _make(ScriptedExecutor, options, settings)
+    return _make(ScriptedExecutor, options, settings, checkpoint)
 
 
-def _make(kind: type[CheckingExecutor], options: ExecutorOptions, settings: Settings) -> Executor:
+def _make(
+    kind: type[CheckingExecutor], options: ExecutorOptions, settings: Settings, checkpoint: Checkpoint
+) -> Executor:
+    config = checkpoint.config  # the server still needs a checkpoint: for its tokenizer, and for these limits
     return kind(
         settings.kv_blocks or options.blocks,
         settings.block_size,
-        vocab_size=options.vocab_size,
+        vocab_size=config["vocab_size"],
+        max_model_len=config.get("max_position_embeddings", 2048),
         token_budget=settings.max_num_batched_tokens,
         seats=settings.max_num_seqs,
         cost=lambda plan: options.delay,
