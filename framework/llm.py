@@ -71,7 +71,7 @@ class LLM:
         self.settings = settings or Settings.load(None, **flags)
         loaded = load_plugins(self.settings, plugins)
         loaded.activate(self.settings, engine=True)
-        checkpoint = open_checkpoint(self.settings, loaded)
+        self.checkpoint = checkpoint = open_checkpoint(self.settings, loaded)
         self.tokenizer = checkpoint.tokenizer()
         self.engine, self.info = build_engine(self.settings, loaded, checkpoint, progress)
         self.inputs = InputProcessor(checkpoint, self.tokenizer, self.info, self.settings)

@@ -1,0 +1,167 @@
+"""Greedy output equals transformers' `generate`, token for token in float32: alone, and in ragged batches that others
+join at random steps, with every chunk size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import tiny_checkpoint
+from oracle import Reference, assert_equal, reference
+from pydantic import BaseModel
+
+from framework import LLM, Provider, SamplingParams, View, Want, hookimpl
+from framework.messages import Add
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-tied": {},
+    "llama-untied-sharded": {"tie": False, "shards": 3},
+    "llama-mha": {"num_key_value_heads": 4},
+    "llama-rope-llama3": {"rope_parameters": LLAMA3},
+    "llama-rope-linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    "llama-rope-yarn": {"rope_parameters": YARN},
+    "mistral-window": {"architecture": "MistralForCausalLM", "sliding_window": 24, "tie": False},
+    "mistral-full": {"architecture": "MistralForCausalLM"},
+    "qwen2": {"architecture": "Qwen2ForCausalLM", "tie": False, "shards": 2},
+    "qwen2-window": {
+        "architecture": "Qwen2ForCausalLM",
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"architecture": "Qwen3ForCausalLM"},
+}
+TOKENS = 20
+
+
+def _prompts(seed: int, count: int, vocab: int, longest: int = 70) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("equality")
+
+
+@cache
+def _checkpoint(folder: Path, name: str) -> Path:
+    return tiny_checkpoint(folder / name, **MODELS[name])
+
+
+@cache
+def _references(folder: Path, name: str, count: int) -> list[Reference]:
+    import transformers
+
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(_checkpoint(folder, name), dtype=torch.float32).eval()
+    return [reference(model, p, TOKENS) for p in _prompts(7, count, model.config.vocab_size)]
+
+
+class ChunkOptions(BaseModel):
+    size: int
+
+
+class ChunkedScheduler:
+    """Arrival order; no prompt computes more than `size` tokens in a step."""
+
+    def __init__(self, options: ChunkOptions) -> None:
+        self.size = options.size
+
+    @hookimpl
+    def admit(self, view: View) -> Iterator[Want]:
+        yield from (Want(r, self.size) for r in view.running)
+        yield from (Want(r, self.size) for r in view.waiting)
+
+
+class Chunked:
+    @hookimpl
+    def providers(self) -> list[Provider]:
+        return [Provider("scheduler", "chunked", ChunkedScheduler, ChunkOptions)]
+
+
+def greedy(llm: LLM, prompts: Sequence[list[int]], count: int, seed: int | None = None) -> list[list[int]]:
+    """Outputs of `count` tokens; with a seed, requests join at random steps instead of all at once."""
+    rng = random.Random(seed)
+    waiting = list(enumerate(prompts))
+    got: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    while waiting or llm.engine.has_work:
+        while waiting and (seed is None or rng.random() < 0.4 or not llm.engine.has_work):
+            i, prompt = waiting.pop(0)
+            assert not llm.engine.add(Add(str(i), prompt, params, 0))
+        for output in llm.engine.step():
+            assert output.index == len(got[output.id]), "a token index was lost or repeated"
+            assert output.error is None, output.error
+            got[output.id] += output.tokens
+    usage = llm.engine.kv.usage()
+    assert (usage.holding, usage.reserved, usage.swapped) == (0, 0, 0)
+    return list(got.values())
+
+
+def _engine(path: Path, **flags: Any) -> LLM:
+    return LLM(str(path), **{"dtype": "float32", "kv_blocks": 512, "threads": 1, **flags})
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[str, Path]]:
+    yield request.param, _checkpoint(folder, request.param)
+
+
+def test_alone(model: tuple[str, Path], folder: Path) -> None:
+    name, path = model
+    refs = _references(folder, name, 32)[:6]
+    with _engine(path) as llm:
+        outputs = [greedy(llm, [ref.prompt], TOKENS)[0] for ref in refs]
+        assert_equal(refs, outputs, lambda prompt, count: greedy(llm, [prompt], count)[0])
+
+
+@pytest.mark.parametrize("budget", [8, 7, 40, 4096])
+def test_ragged_batch(model: tuple[str, Path], folder: Path, budget: int) -> None:
+    """32 requests that join at random steps. A small budget cuts prompts into chunks of every length up to it."""
+    name, path = model
+    refs = _references(folder, name, 32)
+    with _engine(path, max_num_batched_tokens=budget) as llm:
+        outputs = greedy(llm, [ref.prompt for ref in refs], TOKENS, seed=budget)
+        assert_equal(refs, outputs, lambda prompt, count: greedy(llm, [prompt], count)[0])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_chunk_sizes(model: tuple[str, Path], folder: Path, chunk: int) -> None:
+    """A scheduler that bounds each prompt's chunk exactly, budget left over or not."""
+    name, path = model
+    refs = _references(folder, name, 32)[:12]
+    with _engine(path, scheduler="chunked", scheduler_opt={"size": chunk}, plugins=[("chunked", Chunked())]) as llm:
+        outputs = greedy(llm, [ref.prompt for ref in refs], TOKENS, seed=chunk)
+        assert_equal(refs, outputs, lambda prompt, count: greedy(llm, [prompt], count)[0])
+
+
+def test_logprobs(model: tuple[str, Path], folder: Path) -> None:
+    """Of every chosen token within 1e-4 of transformers', in a batch."""
+    name, path = model
+    refs = _references(folder, name, 32)[:8]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=3)
+    with _engine(path) as llm:
+        for ref, output in zip(refs, llm.generate([ref.prompt for ref in refs], params), strict=True):
+            assert len(output.logprobs) == TOKENS
+            same = next(
+                (i for i, (a, b) in enumerate(zip(output.token_ids, ref.tokens, strict=True)) if a != b), TOKENS
+            )
+            for entry, expected in zip(output.logprobs[:same], ref.logprobs[:same], strict=True):
+                assert abs(entry.logprob - expected) < 1e-4
+                assert entry.rank == 1
+                assert entry.top[0] == (entry.token, entry.logprob)
