@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -86,7 +87,22 @@ def _generate(
     ] = None,
 ) -> None:
     """Generate once and print the text as it comes."""
-    raise NotImplementedError
+    from .llm import LLM
+    from .terminal import TerminalUI
+
+    _warn()
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "stop": tuple(stop or ())}
+    if "seed" in settings.model_fields_set:
+        given["seed"] = settings.seed
+    with TerminalUI() as ui, LLM(settings=settings, progress=ui.progress) as llm:
+        ui.close()
+        if chat is None:
+            chat = llm.tokenizer.chat_template is not None
+        for piece in llm.stream([{"role": "user", "content": text}] if chat else text, given):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
 
 
 app.command("generate")(reported()(with_settings(_generate, without=("Server",))))
