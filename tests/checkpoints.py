@@ -208,16 +208,12 @@ def _sentencepiece_json() -> str:
         for i in range(1, len(piece))
         if piece[:i] in scores and piece[i:] in scores
     ]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")]
-    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)]
     )
@@ -286,9 +282,7 @@ def tiny_gguf(dir: Path, source_checkpoint: Path, quant: str = "F32", *, pre: st
         for projection, n in (("q_proj", heads), ("k_proj", kv_heads)):
             if arch == "llama" and projection in name:
                 array = (
-                    array.reshape(n, 2, array.shape[0] // n // 2, *array.shape[1:])
-                    .swapaxes(1, 2)
-                    .reshape(array.shape)
+                    array.reshape(n, 2, array.shape[0] // n // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
                 )
         if array.ndim == 1 or array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(_gguf_name(name), np.ascontiguousarray(array, np.float32))
@@ -326,9 +320,7 @@ def _add_rope(writer: Any, rope: dict[str, Any], head_dim: int) -> None:
         factors = []
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         for i in range(0, head_dim, 2):
-            cycles = rope["original_max_position_embeddings"] / (
-                2 * math.pi * rope["rope_theta"] ** (i / head_dim)
-            )
+            cycles = rope["original_max_position_embeddings"] / (2 * math.pi * rope["rope_theta"] ** (i / head_dim))
             smooth = min(1.0, max(0.0, (cycles - low) / (high - low)))
             factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
@@ -338,9 +330,7 @@ def _add_tokenizer(writer: Any, source: Path, vocab_size: int, pre: str | None) 
     config = json.loads((source / "tokenizer_config.json").read_text())
     data = json.loads((source / "tokenizer.json").read_text())
     added = {t["id"]: t for t in data["added_tokens"]}
-    tokens = {i: piece for piece, i in data["model"]["vocab"].items()} | {
-        i: t["content"] for i, t in added.items()
-    }
+    tokens = {i: piece for piece, i in data["model"]["vocab"].items()} | {i: t["content"] for i, t in added.items()}
     texts = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
     if data["model"].get("byte_fallback"):
         writer.add_tokenizer_model("llama")

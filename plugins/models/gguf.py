@@ -1,0 +1,275 @@
+"""GGUF files: metadata and tensors in Hugging Face's terms, dequantised by the gguf package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+
+from framework import Checkpoint, ModelError, Tokenizer
+
+from .gguf_file import GGUFFile, TensorInfo
+from .gguf_tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ROPE_FACTORS = "rope_freqs.weight"
+_GLOBAL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+class GGUFCheckpoint(Checkpoint):
+    """One .gguf file of the llama, qwen2 or qwen3 architecture."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._file = GGUFFile(path)
+        meta = self._file.metadata
+        if meta.get("split.count", 1) > 1:
+            raise ModelError(
+                f"--model {path}: one of {meta['split.count']} parts; join them with `llama-gguf-split --merge`"
+            )
+        self._arch = meta.get("general.architecture")
+        if self._arch not in _ARCHITECTURES:
+            raise ModelError(
+                f"--model {path}: GGUF architecture {self._arch!r} is not supported; supported: "
+                f"{', '.join(_ARCHITECTURES)}"
+            )
+        self._config = self._translate()
+        unknown = [name for name in self._file.tensors if name != _ROPE_FACTORS and _hf_name(name) is None]
+        if unknown:
+            raise ModelError(
+                f"--model {path}: {len(unknown)} tensors are not of a plain {self._arch} model: "
+                f"{', '.join(unknown[:3])}"
+            )
+
+    @classmethod
+    def opens(cls, path: Path) -> bool:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return path.suffix == ".gguf" or file.read(4) == b"GGUF"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        meta = self._file.metadata
+        ends = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ends if i is not None))}
+        for key, name in _SAMPLING.items():
+            if f"general.sampling.{key}" in meta:
+                config[name] = meta[f"general.sampling.{key}"]
+        return config
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._file.tensors) - (_ROPE_FACTORS in self._file.tensors)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        import torch
+
+        # Copy-on-write, as torch has no read-only tensors; nothing is written, so nothing is copied.
+        data = np.memmap(self.path, mode="c")
+        heads = {
+            "attn_q": self._config["num_attention_heads"],
+            "attn_k": self._config["num_key_value_heads"],
+        }
+        for name, info in self._file.tensors.items():
+            hf_name = _hf_name(name)
+            if hf_name is None:
+                continue
+            tensor = _read(data, info, torch)
+            part = name.split(".")[2] if name.startswith("blk.") else ""
+            if self._arch == "llama" and part in heads:
+                tensor = _interleaved_to_halves(tensor, heads[part])
+            yield hf_name, tensor
+
+    def tokenizer(self) -> Tokenizer:
+        try:
+            return build_tokenizer(self._file.metadata)
+        except KeyError as exc:
+            raise ModelError(
+                f"--model {self.path}: the GGUF file has no {exc.args[0]}, so its tokenizer cannot be built"
+            ) from exc
+
+    def _translate(self) -> dict[str, Any]:
+        """The metadata in the keys of a config.json."""
+        meta, arch = self._file.metadata, self._arch
+
+        def get(key: str, default: Any = None) -> Any:
+            return meta.get(f"{arch}.{key}", default)
+
+        def need(key: str) -> Any:
+            value = get(key)
+            if value is None:
+                raise ModelError(f"--model {self.path}: the GGUF metadata lacks {arch}.{key}")
+            if isinstance(value, list):
+                if len(set(value)) != 1:
+                    raise ModelError(f"--model {self.path}: {arch}.{key} that differs between layers is not supported")
+                return value[0]
+            return value
+
+        if get("expert_count"):
+            raise ModelError(f"--model {self.path}: mixture-of-experts GGUF files are not supported")
+        if "token_embd.weight" not in self._file.tensors:
+            raise ModelError(f"--model {self.path}: the GGUF file has no tensor token_embd.weight")
+        heads, hidden = need("attention.head_count"), need("embedding_length")
+        head_dim = get("attention.key_length") or hidden // heads
+        if get("rope.dimension_count", head_dim) != head_dim:
+            raise ModelError(
+                f"--model {self.path}: {arch}.rope.dimension_count {get('rope.dimension_count')} is not the head's "
+                f"size {head_dim}; partial rotary embeddings are not supported"
+            )
+        window = get("attention.sliding_window")
+        architecture = "MistralForCausalLM" if window and arch == "llama" else _ARCHITECTURES[arch]
+        embedding = self._file.tensors["token_embd.weight"]
+        config: dict[str, Any] = {
+            "architectures": [architecture],
+            "model_type": architecture.removesuffix("ForCausalLM").lower(),
+            "vocab_size": embedding.shape[0],
+            "hidden_size": hidden,
+            "intermediate_size": need("feed_forward_length"),
+            "num_hidden_layers": need("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": need("attention.head_count_kv")
+            if get("attention.head_count_kv") is not None
+            else heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": need("context_length"),
+            "rms_norm_eps": need("attention.layer_norm_rms_epsilon"),
+            "hidden_act": "silu",
+            "rope_parameters": self._rope(head_dim),
+            "tie_word_embeddings": "output.weight" not in self._file.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._file.tensors,
+            "sliding_window": window,
+            "use_sliding_window": window is not None,
+            "max_window_layers": 0,
+            "dtype": {"F32": "float32", "BF16": "bfloat16"}.get(embedding.kind.name, "float16"),
+        }
+        for role in ("bos", "eos"):
+            config[f"{role}_token_id"] = meta.get(f"tokenizer.ggml.{role}_token_id")
+        return config
+
+    def _rope(self, head_dim: int) -> dict[str, Any]:
+        meta, arch = self._file.metadata, self._arch
+        scaling = {k.rpartition(".")[2]: v for k, v in meta.items() if k.startswith(f"{arch}.rope.scaling.")}
+        rope: dict[str, Any] = {"rope_theta": meta.get(f"{arch}.rope.freq_base", 10000.0)}
+        kind = scaling.get("type", "none")
+        if _ROPE_FACTORS in self._file.tensors:
+            info = self._file.tensors[_ROPE_FACTORS]
+            factors = np.memmap(self.path, np.float32, "r", info.offset, info.shape)
+            found = _llama3_parameters(factors.astype(np.float64), rope["rope_theta"], head_dim)
+            if found is None or kind != "none":
+                raise ModelError(f"--model {self.path}: tensor {_ROPE_FACTORS}: rope scaling of an unsupported form")
+            return rope | found
+        if kind == "none":
+            return rope | {"rope_type": "default"}
+        if kind == "linear":
+            return rope | {"rope_type": "linear", "factor": scaling["factor"]}
+        if kind == "yarn":
+            names = {
+                "factor": "factor",
+                "original_context_length": "original_max_position_embeddings",
+                "attn_factor": "attention_factor",
+                "yarn_beta_fast": "beta_fast",
+                "yarn_beta_slow": "beta_slow",
+            }
+            return rope | {"rope_type": "yarn"} | {v: scaling[k] for k, v in names.items() if k in scaling}
+        raise ModelError(
+            f"--model {self.path}: {arch}.rope.scaling.type {kind!r} is not supported (none, linear, yarn)"
+        )
+
+
+def _hf_name(name: str) -> str | None:
+    if name in _GLOBAL:
+        return _GLOBAL[name]
+    block, _, rest = name.partition(".")
+    layer, _, rest = rest.partition(".")
+    part, _, suffix = rest.rpartition(".")
+    if block != "blk" or part not in _LAYER or suffix not in ("weight", "bias"):
+        return None
+    return f"model.layers.{layer}.{_LAYER[part]}.{suffix}"
+
+
+def _read(data: np.memmap[Any, Any], info: TensorInfo, torch: Any) -> torch.Tensor:
+    """The tensor as torch has it: F32, F16 and BF16 mapped as they are, everything else dequantised to float32."""
+    packed = data[info.offset : info.offset + info.nbytes]
+    kind = gguf.GGMLQuantizationType
+    if info.kind in (kind.F32, kind.F16):
+        array = packed.view(np.float32 if info.kind == kind.F32 else np.float16).reshape(info.shape)
+        return torch.from_numpy(array)  # type: ignore[no-any-return]
+    if info.kind == kind.BF16:
+        return torch.from_numpy(packed.view(np.int16).reshape(info.shape)).view(torch.bfloat16)  # type: ignore[no-any-return]
+    try:
+        array = gguf.dequantize(packed.reshape(*info.shape[:-1], -1), info.kind)
+    except NotImplementedError as exc:
+        raise ModelError(f"tensor {info.name}: the gguf package cannot dequantise {info.kind.name}") from exc
+    return torch.from_numpy(array)  # type: ignore[no-any-return]
+
+
+def _interleaved_to_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp rotates neighbouring pairs of rows, Hugging Face a head's first half against its second."""
+    rows = tensor.shape[0] // heads
+    return tensor.reshape(heads, rows // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _llama3_parameters(factors: np.ndarray[Any, Any], theta: float, head_dim: int) -> dict[str, Any] | None:
+    """The llama3 rope scaling that divides the inverse frequencies by `factors`; None if there is none.
+
+    `factors` come from keep = (turns over the original context - low) / (high - low), clamped to 0..1, and
+    1 / factor = keep + (1 - keep) / largest factor: two numbers, of which we choose low = 1, as the models do.
+    """
+    largest = float(factors.max())
+    if factors.shape != (head_dim // 2,) or factors.min() < 1 - 1e-6:
+        return None
+    if largest < 1 + 1e-6:
+        return {"rope_type": "default"}
+    per_token = theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)  # turns per token
+    keep = (1 / factors - 1 / largest) / (1 - 1 / largest)
+    points = [(x, k) for x, k in zip(per_token, keep, strict=True) if 1e-6 < k < 1 - 1e-6]
+    if len(points) < 2:  # too few between the ends: take the ends for points of the line as well
+        points += [(x, k) for x, k in zip(per_token, keep, strict=True) if k >= 1 - 1e-6][-1:]
+        points += [(x, k) for x, k in zip(per_token, keep, strict=True) if k <= 1e-6][:1]
+    if len(points) < 2:
+        return None
+    slope, shift = np.polyfit(*np.array(points).T, 1)  # keep = slope * turns per token + shift
+    if shift >= 0:
+        return None
+    high = round(1 - 1 / shift, 3)
+    context = round(slope * (high - 1))
+    again = np.clip((context * per_token - 1) / (high - 1), 0, 1)
+    if not np.allclose(1 / (again + (1 - again) / largest), factors, rtol=1e-4):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": round(largest, 4),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }

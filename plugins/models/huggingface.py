@@ -1,0 +1,174 @@
+"""Hugging Face directories: config.json, safetensors (one file or shards), tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Backend
+
+from framework import Checkpoint, ModelError, Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_INDEX = "model.safetensors.index.json"
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """A directory as transformers' `save_pretrained` writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._dir = path
+        self._config = self._json("config.json")
+        self._files = self._weights()
+
+    @classmethod
+    def opens(cls, path: Path) -> bool:
+        return path.is_dir()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return self._json("generation_config.json", required=False)
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(len(names) for names in self._files.values())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for file, names in self._files.items():
+            with safe_open(file, framework="pt") as shard:
+                for name in names:
+                    yield name, shard.get_tensor(name)
+
+    def tokenizer(self) -> Tokenizer:
+        config = self._json("tokenizer_config.json", required=False)
+        file = self._dir / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(
+                f"--model {self.path}: no tokenizer.json; make one with transformers: "
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            )
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as exc:  # tokenizers raises nothing narrower for a file that it cannot read
+            raise ModelError(f"{file}: not a tokenizer.json this version can read: {exc}") from exc
+        special = {role: _text(config[role]) for role in _ROLES if config.get(role)}
+        _add_tokens(backend, config.get("added_tokens_decoder") or {}, special)
+        _set_bos_eos(backend, config, special)
+        return Tokenizer(backend, special=special, chat_templates=self._templates(config))
+
+    def _templates(self, config: Mapping[str, Any]) -> dict[str, str]:
+        given = config.get("chat_template") or {}
+        if isinstance(given, str):
+            given = {"default": given}
+        elif isinstance(given, list):
+            given = {entry["name"]: entry["template"] for entry in given}
+        named = {f.stem: f.read_text("utf-8") for f in self._dir.glob("additional_chat_templates/*.jinja")}
+        file = self._dir / "chat_template.jinja"
+        return {**given, **named, **({"default": file.read_text("utf-8")} if file.is_file() else {})}
+
+    def _json(self, name: str, required: bool = True) -> dict[str, Any]:
+        file = self._dir / name
+        if not file.is_file():
+            if required:
+                raise ModelError(f"--model {self.path}: {self._why_no_config()}")
+            return {}
+        try:
+            data = json.loads(file.read_text("utf-8"))
+        except ValueError as exc:
+            raise ModelError(f"{file}: not valid JSON ({exc}); download it again") from exc
+        if not isinstance(data, dict):
+            raise ModelError(f"{file}: expected a JSON object")
+        return data
+
+    def _why_no_config(self) -> str:
+        files = sorted(self._dir.glob("*.gguf"))
+        if files:
+            return f"no config.json, but GGUF files; name one of them: --model {files[0]}"
+        return "no config.json in this directory, so it is not a Hugging Face checkpoint"
+
+    def _weights(self) -> dict[Path, list[str]]:
+        """The tensors of each safetensors file, after checking that nothing is missing or cut short."""
+        index = self._dir / _INDEX
+        if index.is_file():
+            weight_map = self._json(_INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ModelError(f"{index}: no weight_map; download it again")
+            files = {self._dir / name: [] for name in sorted(set(weight_map.values()))}  # type: dict[Path, list[str]]
+            for name, file in weight_map.items():
+                files[self._dir / file].append(name)
+        else:
+            found = sorted(self._dir.glob("*.safetensors"))
+            single = self._dir / "model.safetensors"
+            files = {f: [] for f in ([single] if single in found else found)}
+        if not files:
+            pickles = [f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in self._dir.glob(pattern)]
+            if pickles:
+                raise ModelError(
+                    f"--model {self.path}: only pickle weights ({pickles[0]}), which can run code and are never "
+                    "loaded; convert them to safetensors (transformers: model.save_pretrained(DIR))"
+                )
+            raise ModelError(f"--model {self.path}: no weights (*.safetensors) beside config.json; download them")
+        for file, expected in files.items():
+            if not file.is_file():
+                raise ModelError(
+                    f"--model {self.path}: {file.name} is missing, though {_INDEX} names it; download it again"
+                )
+            try:
+                with safe_open(file, framework="numpy") as shard:
+                    names = list(shard.keys())
+            except (SafetensorError, OSError) as exc:
+                raise ModelError(
+                    f"--model {self.path}: {file.name} is damaged or cut short ({exc}); download it again"
+                ) from exc
+            absent = set(expected) - set(names)
+            if absent:
+                raise ModelError(
+                    f"--model {self.path}: {file.name} lacks tensor {min(absent)}, though {_INDEX} names it; "
+                    "download it again"
+                )
+            if not expected:
+                files[file] = names
+        return files
+
+
+def _text(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _add_tokens(backend: Backend, listed: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Add what tokenizer_config.json lists and tokenizer.json lacks, as far as each gets the id it should have: an
+    id beyond the model's embedding helps nobody."""
+    have = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        token = entry["content"]
+        known = backend.token_to_id(token)
+        if token not in have and int(id) == (backend.get_vocab_size() if known is None else known):
+            flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+            backend.add_tokens([AddedToken(token, **flags)])
+    known_special = [t for t in special.values() if t not in have and backend.token_to_id(t) is not None]
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in known_special])
+
+
+def _set_bos_eos(backend: Backend, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """add_bos_token and add_eos_token, where a checkpoint states either, replace tokenizer.json's post-processor."""
+    if backend.post_processor is not None and not {"add_bos_token", "add_eos_token"} & config.keys():
+        return
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    used = [t for t in (bos, eos) if t is not None]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
+        special_tokens=[(t, backend.token_to_id(t)) for t in dict.fromkeys(used)],
+    )
