@@ -27,16 +27,12 @@ Inputs = tuple[torch.Tensor, torch.Tensor, Meta]
 class TorchExecutor(Executor):
     """Runs each plan during `submit`: copies, one ragged forward pass, logits hooks, `sample`.
 
-    After `start`: `spec`, `backend`, `model`, `cache_spec`, `dtype` (name), `device_name`, `threads`, `backend_name`.
+    After `start`: `spec`, `backend`, `model`, `cache_spec`, `dtype_name`, `device_name`, `threads`, `backend_name`.
     A step that raises leaves everything known of the requests in place; whoever ran is expected again in `Plan.new`.
     """
 
-    spec: ModelSpec
     backend: KernelBackend
-    dtype: str
     device_name: str
-    threads: int
-    backend_name: str
 
     def __init__(self, settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> None:
         self.settings = settings
@@ -61,7 +57,7 @@ class TorchExecutor(Executor):
             raise ModelError(f"{self.checkpoint.path}: config.json names no architecture (key 'architectures')")
         self.spec = model_class(self.plugins, settings, architecture).spec(config)
         dtype = resolve_dtype(settings.dtype, self.spec.dtype, self.device)
-        self.dtype = _name(dtype)
+        self.dtype_name = _name(dtype)
         hook, known = self.plugins.hook, {"dtype": dtype, "device": self.device}
         self.backend = hook.kernel_backend(settings=settings, spec=self.spec, **known)
         self.backend_name = self.backend.name
@@ -290,7 +286,7 @@ def _is_native(dtype: str, device: torch.device) -> bool:
         return dtype == "float16" or torch.cuda.is_bf16_supported(including_emulation=False)
     features = {"bfloat16": ("avx512_bf16", "amx_bf16", "bf16"), "float16": ("avx512_fp16", "amx_fp16")}[dtype]
     # Which of these exist differs between versions of torch; what it cannot tell counts as missing.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(f) or getattr(torch.cpu, f"_is_{f}_supported", bool)() for f in features)
 
 

@@ -232,8 +232,10 @@ def _search_filtered(probs: torch.Tensor, setup: _Setup, uniform: torch.Tensor) 
         some = probs if len(setup.limited) == rows else probs[setup.limited]
         kth = some.topk(setup.max_top_k).values.gather(1, setup.kth[:, None])
         least[setup.limited] = torch.maximum(least[setup.limited], kth)
-    # Tokens under (1 - top_p) / vocab add up to less than 1 - top_p: none of them belongs to the nucleus.
-    least = torch.where(least > 0, least, (1 - setup.top_p) / vocab).clamp_(min=TINY)
+    # Tokens under (1 - top_p) / vocab add up to less than 1 - top_p: none of them belongs to the nucleus, which is
+    # measured against all of the mass that min-p and top-k left.
+    untouched = least == 0
+    least = torch.where(untouched, (1 - setup.top_p) / vocab, least).clamp_(min=TINY)
     row, token = (probs >= least).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=rows)
     first = counts.cumsum(0) - counts
@@ -244,7 +246,8 @@ def _search_filtered(probs: torch.Tensor, setup: _Setup, uniform: torch.Tensor) 
         some = kept[setup.nuclear]
         ordered = some.sort(-1, descending=True).values
         sums = ordered.cumsum(-1)
-        inside = (sums - ordered < setup.top_p[setup.nuclear].double() * sums[:, -1:]).sum(-1, keepdim=True)
+        mass = setup.top_p[setup.nuclear].double() * torch.where(untouched[setup.nuclear], 1.0, sums[:, -1:])
+        inside = (sums - ordered < mass).sum(-1, keepdim=True)
         kept[setup.nuclear] = some.masked_fill(some < ordered.gather(1, inside - 1), 0.0)
     cumulative = kept.cumsum(-1)
     chosen = _passes(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
