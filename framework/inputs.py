@@ -5,16 +5,13 @@ Used by the server and by the Python API alike, so that both accept and refuse t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .errors import ConfigError, InvalidRequest
 from .messages import EngineInfo
-from .settings import Settings
 from .types import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,16 +24,14 @@ _SUGGESTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class InputProcessor:
     """Holds what requests to one model have in common. Safe to call from several threads.
 
-    Sampling defaults and EOS ids come from the checkpoint's generation_config.json, unless `--generation-config` says
-    otherwise. As in vLLM, `do_sample` is not among them: without a temperature, false still means temperature 1.
+    Sampling defaults come from the checkpoint's generation config. As in vLLM, `do_sample` is not among them: without a
+    temperature, false still means temperature 1.
     """
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, info: EngineInfo, settings: Settings) -> None:
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, info: EngineInfo) -> None:
         self.tokenizer = tokenizer
         self.info = info
-        config = _generation_config(checkpoint, settings)
-        eos = _ids(config.get("eos_token_id", checkpoint.config.get("eos_token_id")))
-        self._eos = tuple(dict.fromkeys((*eos, *tokenizer.eos_token_ids)))
+        config = checkpoint.generation_config
         suggested = {name: config[name] for name in _SUGGESTED if config.get(name) is not None}
         try:
             self.defaults = msgspec.convert(suggested, SamplingParams)
@@ -111,30 +106,7 @@ class InputProcessor:
             params,
             max_tokens=limit - count if params.max_tokens is None else params.max_tokens,
             top_k=min(params.top_k, vocab),
-            eos_token_ids=params.eos_token_ids or tuple(id for id in self._eos if 0 <= id < vocab),
+            eos_token_ids=params.eos_token_ids or tuple(id for id in self.tokenizer.eos_token_ids if 0 <= id < vocab),
         )
         params.check(vocab)
         return params
-
-
-def _generation_config(checkpoint: Checkpoint, settings: Settings) -> Mapping[str, Any]:
-    choice = settings.generation_config
-    if choice == "auto":
-        return checkpoint.generation_config
-    if choice == "none":
-        return {}
-    path = Path(choice) / "generation_config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--generation-config {choice}: cannot read {path}: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"--generation-config {choice}: {path} must hold a JSON object")
-    return config
-
-
-def _ids(value: object) -> tuple[int, ...]:
-    """`eos_token_id` is an integer, a list, or null."""
-    if isinstance(value, int):
-        return (value,)
-    return tuple(id for id in value if isinstance(id, int)) if isinstance(value, list) else ()

@@ -74,7 +74,7 @@ class LLM:
         self.checkpoint = checkpoint = open_checkpoint(self.settings, loaded)
         self.tokenizer = checkpoint.tokenizer()
         self.engine, self.info = build_engine(self.settings, loaded, checkpoint, progress)
-        self.inputs = InputProcessor(checkpoint, self.tokenizer, self.info, self.settings)
+        self.inputs = InputProcessor(checkpoint, self.tokenizer, self.info)
         self._ids = itertools.count(1)
         self._mail: dict[str, list[TokenOutput]] = {}
 
