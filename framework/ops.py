@@ -101,7 +101,7 @@ class ReferenceBackend(KernelBackend):
         return F.linear(x, weight.weight, weight.bias)
 
     def qkv(self, x: torch.Tensor, weight: Any, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
-        return self.linear(x, weight).split(sizes, -1)
+        return torch.split(self.linear(x, weight), list(sizes), -1)
 
     def gate_up(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
         return self.linear(x, weight)
@@ -147,19 +147,14 @@ class ReferenceBackend(KernelBackend):
         outputs = []
         rows = meta.batch.lens.tolist()
         for n, start, table, x in zip(
-            rows, meta.batch.starts.tolist(), meta.tables[group], q.split(rows), strict=True
+            rows, meta.batch.starts.tolist(), meta.tables[group], torch.split(q, rows), strict=True
         ):
             length = start + n
             blocks = table[: -(-length // meta.batch.block_size)].long()
             # [blocks, kv_heads, block_size, head_dim] -> [heads, length, head_dim]
-            k, v = (
-                pages[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()
-                for pages in (cache.k, cache.v)
-            )
+            k, v = (pages[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float() for pages in (cache.k, cache.v))
             k, v = (y.repeat_interleave(heads // kv_heads, 0) for y in (k, v))
-            distance = torch.arange(start, length, device=q.device)[:, None] - torch.arange(
-                length, device=q.device
-            )
+            distance = torch.arange(start, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
             unseen = (distance < 0) if window is None else (distance < 0) | (distance >= window)
             scores = (x.transpose(0, 1).float() @ k.mT * scale).masked_fill(unseen, float("-inf"))
             outputs.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1).to(q.dtype))

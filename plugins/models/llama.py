@@ -102,9 +102,7 @@ class Llama(Model):
             config=config,
         )
 
-    def __init__(
-        self, spec: ModelSpec, backend: KernelBackend, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, backend: KernelBackend, dtype: torch.dtype, device: torch.device) -> None:
         self._spec, self._backend, self._dtype, self._device = spec, backend, dtype, device
         self._eps = float(spec.config.get("rms_norm_eps", 1e-6))
         self._sizes = (
@@ -119,52 +117,52 @@ class Llama(Model):
         self._norm: Any = None
         self._head: Any = None
 
-    def load(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None
-    ) -> None:
-        import torch
-
-        def new(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
-
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None) -> None:
         waiting = {name: target for target in self._targets() for name in target.parts}
         missing = set(waiting)
         tied = self._spec.config.get("tie_word_embeddings", False)
         for name, tensor in tensors:
             progress()
-            if name.endswith(HARMLESS) or (tied and name == "lm_head.weight"):
-                continue
-            if name not in missing:
-                raise ModelError(
-                    f"unknown tensor {name} in a {self._spec.architecture} checkpoint"
-                    if name not in waiting
-                    else f"tensor {name} occurs twice in the checkpoint"
-                )
-            target = waiting[name]
-            is_bias, first, rows = target.parts.pop(name)
-            expected = (rows,) if is_bias else (rows, *target.shape[1:])
-            if tuple(tensor.shape) != expected or not tensor.is_floating_point():
-                raise ModelError(
-                    f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, expected floating point {list(expected)}"
-                )
-            # Copied at once into its place: the source may be memory-mapped, and is never held.
-            if is_bias:
-                target.bias = new(target.shape[0]) if target.bias is None else target.bias
-                target.bias[first : first + rows].copy_(tensor)
-            else:
-                target.weight = new(*target.shape) if target.weight is None else target.weight
-                target.weight[first : first + rows].copy_(tensor)
-            missing.remove(name)
-            if not target.parts:
-                assert target.weight is not None
-                target.done(target.weight, target.bias)
-                target.weight = target.bias = None
+            if not name.endswith(HARMLESS) and not (tied and name == "lm_head.weight"):
+                if name not in missing:
+                    raise ModelError(
+                        f"tensor {name} occurs twice in the checkpoint"
+                        if name in waiting
+                        else f"unknown tensor {name} in a {self._spec.architecture} checkpoint"
+                    )
+                missing.remove(name)
+                self._fill(waiting[name], name, tensor)
+            del tensor  # before the next is read
         if missing:
             some = sorted(missing)[:3]
             raise ModelError(
                 f"the checkpoint lacks {len(missing)} of {len(waiting)} tensors: {', '.join(some)}"
                 + (", ..." if len(missing) > len(some) else "")
             )
+
+    def _fill(self, target: Target, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor into its place (it may be memory-mapped, and is not held); pack what is complete."""
+        import torch
+
+        is_bias, first, rows = target.parts.pop(name)
+        shape = target.shape[:1] if is_bias else target.shape
+        expected = (rows, *shape[1:])
+        if tuple(tensor.shape) != expected or not tensor.is_floating_point():
+            raise ModelError(
+                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, expected floating point {list(expected)}"
+            )
+        whole = target.bias if is_bias else target.weight
+        if whole is None:
+            whole = torch.empty(shape, dtype=self._dtype, device=self._device)
+        whole[first : first + rows].copy_(tensor)
+        if is_bias:
+            target.bias = whole
+        else:
+            target.weight = whole
+        if not target.parts:
+            assert target.weight is not None
+            target.done(target.weight, target.bias)
+            target.weight = target.bias = None
 
     def _targets(self) -> list[Target]:
         """What `load` has to fill. Everything that depends on the architecture is here and in `spec`."""
@@ -233,9 +231,7 @@ class Llama(Model):
         group = CacheGroup(spec.layers, spec.kv_heads, spec.head_dim, window)
         return CacheSpec(block_size, str(self._dtype).removeprefix("torch."), (group,))
 
-    def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta) -> torch.Tensor:
         ops, eps, head_dim = self._backend, self._eps, self._spec.head_dim
         x, residual = ops.embed(tokens, self._embed), None
         for layer, cache in zip(self._layers, caches, strict=True):
