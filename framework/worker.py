@@ -16,7 +16,7 @@ from .errors import ConfigError, FrameworkError, ModelError, PluginError
 from .executor import Done, Executor, Pending
 from .kernels import Batch, KernelBackend, Meta
 from .kv import Capacity
-from .model import Checkpoint, Model, ModelSpec
+from .model import Checkpoint, Model
 from .plan import Copy, Logprobs, Plan, StepResult
 from .registry import Plugins
 from .settings import Settings, parse_memory

@@ -20,6 +20,7 @@ from framework import SampleBatch, Sampled, SamplingParams, hookimpl
 Array = np.ndarray[Any, Any]
 TINY = torch.finfo(torch.float32).tiny
 SPAN = 256  # tokens summed at once when a whole row is searched: one pass and two short searches
+HEAD = 256  # likeliest tokens that are looked at first for the nucleus
 _GAMMA = 0x9E3779B97F4A7C15
 
 
@@ -232,10 +233,18 @@ def _search_filtered(probs: torch.Tensor, setup: _Setup, uniform: torch.Tensor) 
         some = probs if len(setup.limited) == rows else probs[setup.limited]
         kth = some.topk(setup.max_top_k).values.gather(1, setup.kth[:, None])
         least[setup.limited] = torch.maximum(least[setup.limited], kth)
-    # Tokens under (1 - top_p) / vocab add up to less than 1 - top_p: none of them belongs to the nucleus, which is
-    # measured against all of the mass that min-p and top-k left.
     untouched = least == 0
-    least = torch.where(untouched, (1 - setup.top_p) / vocab, least).clamp_(min=TINY)
+    if setup.nuclear is not None:
+        # Tokens under (1 - top_p) / vocab add up to less than 1 - top_p, so none of them belongs to the nucleus.
+        # Mostly the nucleus is small, and a few of the likeliest tokens tell the threshold itself.
+        least = torch.where(untouched, (1 - setup.top_p) / vocab, least)
+        open_ = untouched[setup.nuclear]
+        if open_.any():
+            some = probs if len(setup.nuclear) == rows else probs[setup.nuclear]
+            head = some.topk(min(HEAD, vocab)).values
+            threshold, reached = _nucleus(head.double(), setup.top_p[setup.nuclear].double())
+            least[setup.nuclear] = torch.where(open_ & reached, threshold.float(), least[setup.nuclear])
+    least = least.clamp_(min=TINY)
     row, token = (probs >= least).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=rows)
     first = counts.cumsum(0) - counts
@@ -245,13 +254,21 @@ def _search_filtered(probs: torch.Tensor, setup: _Setup, uniform: torch.Tensor) 
     if setup.nuclear is not None:
         some = kept[setup.nuclear]
         ordered = some.sort(-1, descending=True).values
-        sums = ordered.cumsum(-1)
-        mass = setup.top_p[setup.nuclear].double() * torch.where(untouched[setup.nuclear], 1.0, sums[:, -1:])
-        inside = (sums - ordered < mass).sum(-1, keepdim=True)
-        kept[setup.nuclear] = some.masked_fill(some < ordered.gather(1, inside - 1), 0.0)
+        # Top-p is a share of what min-p and top-k left; of everything, that is, where there was neither.
+        total = torch.where(untouched[setup.nuclear], 1.0, ordered.sum(-1, keepdim=True))
+        threshold, _ = _nucleus(ordered, setup.top_p[setup.nuclear].double() * total)
+        kept[setup.nuclear] = some.masked_fill(some < threshold, 0.0)
     cumulative = kept.cumsum(-1)
     chosen = _passes(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
     return token[first + chosen]
+
+
+def _nucleus(ordered: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest probability of the fewest tokens that add up to `mass`, and whether they do; all float64 [n, 1] but
+    ordered, [n, tokens], which begins with the likeliest."""
+    sums = ordered.cumsum(-1)
+    inside = (sums - ordered < mass).sum(-1, keepdim=True)
+    return ordered.gather(1, inside - 1), sums[:, -1:] >= mass
 
 
 def _passes(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
