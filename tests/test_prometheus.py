@@ -151,10 +151,11 @@ def test_finished_and_failed_requests_are_told_apart() -> None:
     plugin.response_done(record())
     plugin.response_done(record(finish_reasons=["length", "stop"]))
     plugin.response_done(record(finish_reasons=[], error="engine died", status=503))
+    plugin.response_done(record(finish_reasons=["abort"], status=499))
     samples = scrape(served(plugin, Client()))
     assert value(samples, "request_success_total", finish_reason="stop") == 2
     assert value(samples, "request_success_total", finish_reason="length") == 1
-    assert value(samples, "request_success_total", finish_reason="abort") == 0
+    assert value(samples, "request_success_total", finish_reason="abort") == 1
     assert value(samples, "requests_failed_total", status="503") == 1
     assert value(samples, "e2e_request_latency_seconds_count") == 2
     assert value(samples, "e2e_request_latency_seconds_sum") == pytest.approx(4)

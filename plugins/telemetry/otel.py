@@ -119,7 +119,7 @@ class Otel:
         if record.first_token:
             seconds = (record.first_token - record.start) / 1e9
             attributes["gen_ai.response.time_to_first_chunk"] = seconds
-        if record.error is not None:
+        if record.status >= 400:
             attributes["error.type"] = str(record.status)
         return attributes
 

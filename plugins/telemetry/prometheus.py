@@ -93,6 +93,8 @@ class Prometheus:
             return
         for reason in record.finish_reasons:
             self._success.labels(reason).inc()
+        if record.status >= 400:  # the client went away: when it did says nothing of how long serving takes
+            return
         self._e2e.observe((record.end - record.start) / 1e9)
         self._prompt.observe(record.prompt_tokens)
         self._output.observe(record.output_tokens)
