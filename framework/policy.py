@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .errors import PluginError
-from .types import Budget, Request, Shortage, Status, Victim, Want
+from .types import Budget, Mode, Request, Shortage, Status, Victim, Want
 
 if TYPE_CHECKING:
     from .registry import Plugins
@@ -50,7 +50,7 @@ class Policy:
         """The step's ranking, and whether admission is closed from the start (after a fault)."""
         try:
             answer = self._hook.admit(view=view, budget=budget)
-            named, exhausted = self._read(answer, min(budget.requests, budget.tokens) + 1)
+            named, exhausted = self._read(answer, view, min(budget.requests, budget.tokens) + 1)
         except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
             self._fault(self._blame("admit", exc), f"{type(exc).__name__}: {exc}", exc)
             return default_order(view.running), True
@@ -62,7 +62,7 @@ class Policy:
         return [*default_order(view.running, named), *named.items()], False
 
     @staticmethod
-    def _read(answer: Iterable[Want] | None, most: int) -> tuple[dict[Request, int | None], bool]:
+    def _read(answer: Iterable[Want] | None, view: LiveView, most: int) -> tuple[dict[Request, int | None], bool]:
         """Wants by request, and whether the answer was read to its end.
 
         At most `seats + 1` waiting requests can start in a step (the last by preemption), so an iterator is not read
@@ -71,15 +71,20 @@ class Policy:
         named: dict[Request, int | None] = {}
         lazy = not isinstance(answer, (list, tuple))
         starting = 0
+        running: set[Request] = set()
         for request, tokens in answer or ():
             if request in named:
                 raise ValueError(f"request {request.id!r} is named twice")
-            if tokens is not None and tokens < 0:
-                raise ValueError(f"request {request.id!r} is given {tokens} tokens")
+            if tokens is not None and (not isinstance(tokens, int) or tokens < 0):
+                raise ValueError(f"request {request.id!r} is given {tokens!r} tokens")
             status = request.status
             if status is Status.RUNNING:
+                if request not in (running := running or set(view.running)):
+                    raise ValueError(f"request {request.id!r} is none of this engine's")
                 named[request] = tokens
             elif (status is Status.WAITING or status is Status.PREEMPTED) and tokens != 0:
+                if request not in view.queued:
+                    raise ValueError(f"request {request.id!r} is none of this engine's")
                 named[request] = tokens
                 starting += 1
                 if lazy and starting > most:
@@ -95,6 +100,8 @@ class Policy:
             )
             if victim is not None and victim.request not in candidates:
                 raise ValueError(f"{victim.request!r} is not a candidate")
+            if victim is not None and victim.mode is not None:
+                victim = victim._replace(mode=Mode(victim.mode))
             return victim
         except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
             self._fault(self._blame("preempt", exc), f"{type(exc).__name__}: {exc}", exc)

@@ -30,6 +30,9 @@ class Order:
     def _entry(self, r: Request) -> Entry:
         return (self.key(r), r.status is not Status.PREEMPTED, r.arrival, r.order, r)
 
+    def __contains__(self, request: Request) -> bool:
+        return request in self._of
+
     def add(self, request: Request) -> None:
         entry = self._of[request] = self._entry(request)
         insort(self.entries, entry)
@@ -89,6 +92,9 @@ class Waiting:
 
     def __len__(self) -> int:
         return len(self._default.entries)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._default
 
     def add(self, request: Request) -> None:
         self._default.add(request)
