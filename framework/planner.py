@@ -256,7 +256,7 @@ class Planner:
                         tokens = tokens[:taken]
                         break
                 produced.append((request, index, tokens))
-            request.failures = 0
+                request.failures = 0  # not before: who fails in a later chunk computes the first ones again and again
         self._granted = []
         return produced
 
