@@ -71,8 +71,9 @@ class Engine:
             seed=_mix(self._seed, self._accepted) if params.seed is None else params.seed & _MASK64,
             limit=limit,
         )
-        # The last token is never read again, so its key and value need no place.
-        needed = self.kv.peak(request, limit - 1)
+        # The last token is never read again, so its key and value need no place. Without max_tokens a request that
+        # outgrows the pool ends with "length".
+        needed = self.kv.peak(request, len(prompt) if params.max_tokens is None else limit - 1)
         if needed > self._blocks:
             reason = f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} need {needed} KV blocks"
             return [_refusal(message.id, f"{reason}, the whole pool has {self._blocks}", 400)]
@@ -82,8 +83,8 @@ class Engine:
             self._done(request)
             return [_refusal(request.id, refused.reason, refused.status, refused.retry_after)]
         self.requests[request.id] = request
+        self._notify("arrived", request=request, view=self.planner.view)  # may set its level, which orders queues
         self.planner.add(request)
-        self._notify("arrived", request=request, view=self.planner.view)
         return []
 
     def _accept(self, request: Request) -> Reject | None:
