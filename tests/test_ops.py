@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from framework.plugins import kernels
 from framework.plugins.kernels import torch_backend
 from framework.plugins.kernels.torch_backend import TorchBackend
 from hypothesis import given, settings
@@ -374,7 +375,13 @@ def test_groups_are_split_to_bound_memory(monkeypatch: pytest.MonkeyPatch) -> No
     assert [part.bias.shape[0] for part in parts if isinstance(part, torch_backend.Group)] == [3, 3, 3, 1, 1]
 
 
-# Support
+# Selection
+
+
+def test_the_torch_provider_makes_the_torch_backend() -> None:
+    (provider,) = kernels.providers()
+    assert (provider.kind, provider.name) == ("kernel", "torch")
+    assert type(provider.factory()) is TorchBackend
 
 
 @backends

@@ -197,10 +197,10 @@ def _parts(
     few = few[np.lexsort((blocks[few], lens[few]))]
     while len(few):
         n, least = int(lens[few[0]]), int(blocks[few[0]])
-        alike = (lens[few] == n) & (blocks[few] <= least + least // 2 + 4)
-        width = blocks[few] * (kv_heads * size * head_dim)
-        count = int(np.argmin(np.append(alike & (width * np.arange(1, len(few) + 1) <= GATHER_ELEMENTS), False)))
-        chosen, few = few[: max(count, 1)], few[max(count, 1) :]
+        elements = blocks[few] * (kv_heads * size * head_dim) * np.arange(1, len(few) + 1)
+        alike = (lens[few] == n) & (blocks[few] <= least + least // 2 + 4) & (elements <= GATHER_ELEMENTS)
+        count = max(1, int(np.argmin(np.append(alike, False))))
+        chosen, few = few[:count], few[count:]
         widest = int(blocks[chosen[-1]])
         yield Group(
             n,
