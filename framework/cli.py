@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import __version__
-from .errors import ConfigError, FrameworkError, ModelError, PluginError
+from .errors import ConfigError, FrameworkError, InvalidRequest, ModelError, PluginError
 from .flags import with_settings
 from .settings import Settings, unknown_variables
 
@@ -38,7 +38,9 @@ def reported() -> Iterator[None]:
     except FrameworkError as error:
         for line in str(error).splitlines() or [type(error).__name__]:
             typer.echo(typer.style("error: ", fg="red", bold=True) + line, err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError | PluginError | ModelError) else 1) from None
+        raise typer.Exit(
+            2 if isinstance(error, ConfigError | PluginError | ModelError | InvalidRequest) else 1
+        ) from None
 
 
 def _version(shown: bool) -> None:
@@ -89,12 +91,15 @@ def _generate(
     """Generate once and print the text as it comes."""
     from .llm import LLM
     from .terminal import TerminalUI
+    from .types import SamplingParams
 
     _warn()
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "stop": tuple(stop or ())}
+    fields = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "stop": tuple(stop or ())}
+    given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if "seed" in settings.model_fields_set:
         given["seed"] = settings.seed
+    SamplingParams(**given).check(vocab_size=2**31)  # before anything is loaded
     with TerminalUI() as ui, LLM(settings=settings, progress=ui.progress) as llm:
         ui.close()
         if chat is None:
