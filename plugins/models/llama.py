@@ -27,7 +27,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
 """Served architectures, and what a key that their config omits means. An explicit null is not an omission."""
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
 HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensor names that old checkpoints carry and nobody needs."""
 
@@ -72,7 +80,7 @@ class Llama(Model):
                 f"config.json: architectures {named} is not supported; supported: {', '.join(cls.architectures)}"
             )
         config = DEFAULTS[architecture] | config
-        for key in SIZES:
+        for key in SIZES + tuple(key for key in OPTIONAL_SIZES if config.get(key) is not None):
             if type(config.get(key)) is not int or config[key] < 1:
                 raise ModelError(f"config.json: {key} must be a positive integer, got {config.get(key)!r}")
         if config.get("quantization_config"):

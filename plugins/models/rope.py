@@ -18,6 +18,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "yarn": (),
 }
 """Served types and the keys that they need."""
+NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
 
 
 def parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -25,15 +26,17 @@ def parameters(config: dict[str, Any]) -> dict[str, Any]:
     type, original_max_position_embeddings and factor. Raises `ModelError` naming the key that cannot be served.
     """
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    if not isinstance(config.get(key) or {}, dict):
+        raise ModelError(f"config.json: {key} must be an object or null, got {config[key]!r}")
     rope = dict(config.get(key) or {})
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(f"config.json: {key} that differs between layers is not supported")
     kind = rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in REQUIRED:
         raise ModelError(f"config.json: {key}.rope_type {kind!r} is not supported; supported: {', '.join(REQUIRED)}")
-    for name in REQUIRED[kind]:
-        if not isinstance(rope.get(name), int | float):
-            raise ModelError(f"config.json: {key}.{name} must be a number for rope_type {kind!r}")
+    for name in (*REQUIRED[kind], *(name for name in NUMBERS if rope.get(name) is not None)):
+        if not isinstance(rope.get(name), int | float) or rope[name] <= 0:
+            raise ModelError(f"config.json: {key}.{name} must be a number above 0, got {rope.get(name)!r}")
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ModelError(f"config.json: partial_rotary_factor {partial} is not supported (only 1.0)")
