@@ -83,21 +83,24 @@ def test_who_imports_whom(path: Path) -> None:
 @pytest.mark.parametrize("path", [path for path in CODE if "framework" not in path.relative_to(ROOT).parts], ids=name)
 def test_plugins_touch_no_private_attribute_of_the_core(path: Path) -> None:
     family = ROOT.joinpath(*path.relative_to(ROOT).parts[:-1])
-    mine, core = defined(family), defined(ROOT / "framework")
+    mine, core = private_members(family), private_members(ROOT / "framework")
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr in core - mine:
             pytest.fail(f"{name(path)}:{node.lineno}: {ast.unparse(node)} is private to the core")
 
 
-def defined(folder: Path) -> set[str]:
-    """Private names of functions, classes, variables and attributes that the files below a folder define."""
+def private_members(folder: Path) -> set[str]:
+    """Private names of methods and attributes that the files below a folder define."""
     found = set()
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(node.name)
-            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+            if isinstance(node, ast.ClassDef):
+                found |= {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+                found |= {
+                    one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+                }
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
     return {one for one in found if re.match("_[^_]", one)}
 
 
