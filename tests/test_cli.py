@@ -238,6 +238,33 @@ def test_masking() -> None:
     assert mask("api_key=abc&n=1") == "api_key=***&n=1"
 
 
+def test_generate_prints_what_the_api_generates(tiny_llama: Path) -> None:
+    flags = {"model": str(tiny_llama), "dtype": "float32", "kv_blocks": "64"}
+    line = [word for field, value in flags.items() for word in (f"--{field.replace('_', '-')}", value)]
+    greedy = {"max_tokens": 8, "temperature": 0}
+    with framework.LLM(**flags) as llm:
+        (answer,) = llm.chat([{"role": "user", "content": "hello"}], greedy)
+        (raw,) = llm.generate("hello", greedy)
+        (seeded,) = llm.generate("hello", {"max_tokens": 8, "temperature": 1.5, "seed": 7})
+    line += ["--max-tokens", "8"]
+    assert run("generate", "hello", "--temperature", "0", *line).stdout == f"{answer.text}\n"
+    assert run("generate", "-", "--raw", "--temperature", "0", *line, input="hello\n").stdout == f"{raw.text}\n"
+    drawn = run("generate", "hello", "--raw", "--temperature", "1.5", "--seed", "7", *line)
+    assert drawn.stdout == f"{seeded.text}\n" and drawn.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--top-p 5", "top_p must be in (0, 1], got 5.0"),
+        ("--model /nowhere/at/all", "--model /nowhere/at/all: no such file or directory"),
+    ],
+)
+def test_generate_refuses_before_it_loads(line: str, message: str) -> None:
+    result = run("generate", "hello", *line.split())
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
+
+
 INFO = EngineInfo(
     model="it's a model",
     architecture="LlamaForCausalLM",
