@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 _MOUNT = Path("/sys/fs/cgroup")
+_SELF = Path("/proc/self/cgroup")
 
 
 def cpus() -> int:
@@ -60,7 +61,7 @@ def size(count: float) -> str:
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, str]]:
     """The folders of this process's cgroup and of those around it; the controller's name for v1, "" for v2."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in _read(_SELF).splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             root, version = _MOUNT / controller, controller

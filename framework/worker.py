@@ -12,7 +12,7 @@ import torch
 from . import machine
 from .batch import Array, RowBatch, Rows
 from .defaults import model_class
-from .errors import ConfigError, FrameworkError, ModelError, PluginError
+from .errors import ConfigError, ModelError, PluginError
 from .executor import Done, Executor, Pending
 from .kernels import Batch, KernelBackend, Meta
 from .kv import Capacity
@@ -214,8 +214,6 @@ class TorchExecutor(Executor):
         """Call a hook; whatever it raises becomes a `PluginError` that names the plugin."""
         try:
             return getattr(self.plugins.hook, hook)(logits=logits, batch=batch)
-        except FrameworkError:
-            raise
         except Exception as error:  # anything a plugin can raise: the engine counts it and fails the step
             plugin = self.plugins.blame(hook, error)
             raise PluginError(f"plugin {plugin!r}: {hook}: {type(error).__name__}: {error}", plugin) from error

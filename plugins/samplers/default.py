@@ -255,7 +255,7 @@ def _search_filtered(probs: torch.Tensor, setup: _Setup, uniform: torch.Tensor) 
         some = kept[setup.nuclear]
         ordered = some.sort(-1, descending=True).values
         # Top-p is a share of what min-p and top-k left; of everything, that is, where there was neither.
-        total = torch.where(untouched[setup.nuclear], 1.0, ordered.sum(-1, keepdim=True))
+        total = torch.where(untouched[setup.nuclear], 1.0, ordered.cumsum(-1)[:, -1:])
         threshold, _ = _nucleus(ordered, setup.top_p[setup.nuclear].double() * total)
         kept[setup.nuclear] = some.masked_fill(some < threshold, 0.0)
     cumulative = kept.cumsum(-1)
