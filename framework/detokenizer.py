@@ -152,7 +152,8 @@ class Assembler:
         piece = self._detokenizer.push(output.tokens, output.finish_reason is not None)
         self.num_tokens += piece.tokens
         self._length += len(piece.text)
-        finish, reason = output.finish_reason, output.stop_reason
+        finish = output.finish_reason
+        reason: int | str | None = output.stop_reason
         if piece.stop is not None:
             finish, reason = "stop", piece.stop
         self._held += zip(piece.offsets, output.logprobs or (), strict=False)

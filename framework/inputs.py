@@ -90,23 +90,20 @@ class InputProcessor:
         return msgspec.structs.replace(self.defaults, **{k: v for k, v in fields.items() if v is not None})
 
     def complete(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
-        """`params` checked and ready for the engine with this prompt: EOS ids, max_tokens (unset: what remains).
+        """`params` checked for this prompt and ready for the engine, with the EOS ids. An unset max_tokens stays unset:
+        what remains of the context.
 
         Raises `InvalidRequest` naming the field at fault.
         """
-        limit, count = self.info.max_model_len, len(prompt)
-        if params.max_tokens is not None and params.max_tokens > limit - count:
+        vocab, limit, room = self.info.vocab_size, self.info.max_model_len, self.info.max_model_len - len(prompt)
+        if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidRequest(
                 "max_tokens",
-                f"max_tokens: {count} prompt tokens + {params.max_tokens} max_tokens exceed the limit of {limit} "
-                f"tokens; ask for at most {limit - count}",
+                f"max_tokens: {len(prompt)} prompt tokens + {params.max_tokens} max_tokens exceed the limit of {limit} "
+                f"tokens; ask for at most {room}",
             )
-        vocab = self.info.vocab_size
-        params = msgspec.structs.replace(
-            params,
-            max_tokens=limit - count if params.max_tokens is None else params.max_tokens,
-            top_k=min(params.top_k, vocab),
-            eos_token_ids=params.eos_token_ids or tuple(id for id in self.tokenizer.eos_token_ids if 0 <= id < vocab),
-        )
-        params.check(vocab)
+        eos = params.eos_token_ids or tuple(id for id in self.tokenizer.eos_token_ids if 0 <= id < vocab)
+        params = msgspec.structs.replace(params, eos_token_ids=eos, top_k=min(params.top_k, vocab))
+        most = room if params.max_tokens is None else params.max_tokens
+        msgspec.structs.replace(params, max_tokens=most).check(vocab)
         return params

@@ -1,0 +1,71 @@
+"""The web application: routes of every dialect, health, and what plugins add."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bind_contextvars
+
+from framework import EngineDead, __version__
+from framework.registry import Plugins
+
+from . import errors, openai
+from .generation import Serving
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestIds:
+    """ASGI middleware: notes when a request came, honours or mints its X-Request-Id, and binds it to log lines."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
+        id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        scope.setdefault("state", {}).update(start=time.monotonic_ns(), request_id=id)
+        bind_contextvars(request_id=id)
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = id
+            await send(message)
+
+        await self._app(scope, receive, with_id)
+
+
+def create_app(serving: Serving, plugins: Plugins) -> FastAPI:
+    """The application for one ready engine."""
+    app = FastAPI(title="framework", version=__version__)
+    errors.install(app)
+    app.add_middleware(RequestIds)
+    client = serving.client
+
+    async def health() -> Response:
+        if client.dead is not None:
+            raise EngineDead(client.dead)
+        if client.stalled:
+            raise EngineDead("the engine is alive but has been silent while requests wait")
+        return Response()
+
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    for path in ("/health", "/ping"):
+        app.add_api_route(path, health, methods=["GET"], tags=["operations"])
+    app.add_api_route("/version", version, methods=["GET"], tags=["operations"])
+    app.include_router(openai.router(serving))  # other dialects: one module with a `router` each, beside this one
+    for routers in plugins.hook.routes(client=client):
+        for router in routers:
+            app.include_router(router)
+    return app

@@ -1,0 +1,200 @@
+"""`framework serve`: from settings to a server that answers, and its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+import uvicorn
+import uvloop
+
+from framework import Checkpoint, ConfigError, EngineDead, Tokenizer
+from framework.checkpoint import open_checkpoint
+from framework.inputs import InputProcessor
+from framework.log import configure
+from framework.messages import EngineInfo
+from framework.registry import Plugins
+from framework.settings import Settings
+
+from .app import create_app
+from .client import EngineClient
+from .generation import Serving
+
+T = TypeVar("T")
+
+DRAIN_SECONDS = 20
+"""SIGTERM: how long responses that have begun may go on."""
+INTERRUPT_SECONDS = 1
+"""Ctrl-C: how long clients have to take the event that tells them."""
+
+
+class UI(Protocol):
+    """How start-up is shown (see `framework.terminal`)."""
+
+    def progress(self, stage: str, share: float) -> None: ...
+    def banner(self, info: EngineInfo, url: str, chat: bool) -> None: ...
+
+
+def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
+    """Serve until a signal comes; return the exit code: 0 after SIGTERM, 130 after Ctrl-C.
+
+    Raises `FrameworkError`s that stop start-up.
+    """
+    configure(settings.log_level, settings.log_format)
+    with _bind(settings.host, settings.port) as listener:
+        plugins.activate(settings, engine=False)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Run(settings, plugins, ui, listener).main())
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Listen before the model loads: a port that is taken costs no minute, and early clients wait."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host}: no such address ({error.strerror})") from None
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"--port {port}: already in use on {host}; choose another, or 0 for a free one") from None
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"--port {port}: not permitted; choose one above 1023") from None
+        raise ConfigError(f"--host {host}: cannot listen there ({error.strerror})") from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us and says when it accepts."""
+
+    def __init__(self, config: uvicorn.Config, accepting: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._accepting = accepting
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._accepting()
+
+
+class _Run:
+    """One run of the server."""
+
+    def __init__(self, settings: Settings, plugins: Plugins, ui: UI, listener: socket.socket) -> None:
+        self._settings = settings
+        self._plugins = plugins
+        self._ui = ui
+        self._listener = listener
+        self._client = EngineClient(settings, plugins)
+        self._server: _Server | None = None
+        self._loading: asyncio.Task[Any] | None = None
+        self._signal: int | None = None
+
+    async def main(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            self._loading = loop.create_task(self._load())
+            await asyncio.wait((self._loading,))
+            if not self._loading.cancelled():
+                self._server = self._make_server(*self._loading.result())
+                await self._server.serve([self._listener])
+        finally:
+            await self._client.close()
+            self._client.notify("stopping", engine=None)
+        return 130 if self._signal == signal.SIGINT else 0
+
+    def _on_signal(self, number: int) -> None:
+        again, self._signal = self._signal is not None, self._signal or number
+        if self._server is None:
+            if self._loading is not None:
+                self._loading.cancel()
+            return
+        self._server.should_exit = True
+        patience = INTERRUPT_SECONDS if again or number == signal.SIGINT else DRAIN_SECONDS
+        end = EngineDead("the server is shutting down")
+        loop = asyncio.get_running_loop()
+        if patience == DRAIN_SECONDS:
+            self._server.config.timeout_graceful_shutdown = DRAIN_SECONDS + INTERRUPT_SECONDS
+            loop.call_later(DRAIN_SECONDS, self._client.fail, end)
+        else:
+            self._server.config.timeout_graceful_shutdown = INTERRUPT_SECONDS
+            self._client.fail(end)
+            self._server.force_exit = again
+
+    async def _load(self) -> tuple[EngineInfo, Checkpoint, Tokenizer]:
+        starting = asyncio.ensure_future(self._client.start(self._ui.progress))
+        opening = asyncio.ensure_future(_in_thread(lambda: _open(self._settings, self._plugins)))
+        try:
+            info, (checkpoint, tokenizer) = await asyncio.gather(starting, opening)
+        finally:
+            starting.cancel()
+            opening.cancel()
+        return info, checkpoint, tokenizer
+
+    def _make_server(self, info: EngineInfo, checkpoint: Checkpoint, tokenizer: Tokenizer) -> _Server:
+        inputs = InputProcessor(checkpoint, tokenizer, info)
+        serving = Serving(self._client, inputs, tokenizer, info.model, int(time.time()))
+        config = uvicorn.Config(
+            create_app(serving, self._plugins),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+        )
+        url = _url(self._settings.host, self._listener)
+        chat = tokenizer.chat_template is not None
+        return _Server(config, lambda: self._ui.banner(info, url, chat))
+
+
+def _open(settings: Settings, plugins: Plugins) -> tuple[Checkpoint, Tokenizer]:
+    checkpoint = open_checkpoint(settings, plugins)
+    return checkpoint, checkpoint.tokenizer()
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """As `asyncio.to_thread`, but nobody waits for the thread at exit: it may be downloading."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - handed on to whoever awaits
+            failed = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(finish, result, failed)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    """The URL to use on this machine."""
+    port = listener.getsockname()[1]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,233 @@
+"""Request bodies of the OpenAI dialect. Types are strict, null means default, unknown fields are ignored.
+
+Ranges are checked by `SamplingParams.check`. Values that may be of several types are checked by functions here: a union
+of models answers a wrong value with an error for each of its branches and elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from framework import InvalidRequest, SamplingParams
+
+MAX_CHOICES = 128
+MAX_SEQUENCES = 4096
+"""Prompts times `n` of one request."""
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_STRING = {"type": "string"}
+_TOKENS = {"type": "array", "items": {"type": "integer"}}
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be valid Unicode, without lone surrogates") from None
+    return value
+
+
+def _is_tokens(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [_text(value)]
+    if isinstance(value, list) and value:
+        if _is_tokens(value):
+            return [value]
+        if all(isinstance(item, str) for item in value):
+            return [_text(item) for item in value]
+        if all(_is_tokens(item) for item in value):
+            return value
+    raise ValueError("must be a string, a list of token ids, or a list of either, and not empty")
+
+
+def _stops(value: object) -> object:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return None
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise ValueError(f"must have at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters")
+    return [_text(stop) for stop in stops]
+
+
+def _bias(value: object) -> object:
+    """JSON has string keys only."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return {int(key): bias for key, bias in value.items()}
+    except ValueError:
+        raise ValueError("must have token ids as keys") from None
+
+
+def _content(value: object) -> str | None:
+    """Text, or text parts joined by newlines."""
+    if value is None or isinstance(value, str):
+        return value if value is None else _text(value)
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise ValueError("must be a string or a list of parts")
+    for part in value:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError("only parts of type 'text', with a 'text', are supported")
+    return "\n".join(_text(part["text"]) for part in value)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(_Body):
+    """What both routes share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] | None = None
+    stop: Annotated[
+        list[str] | None,
+        BeforeValidator(_stops),
+        WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _STRING}, {"type": "null"}]}),
+    ] = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: Int64 | None = None
+    """Lower is sooner."""
+    user: str | None = None
+    extra: dict[str, Any] | None = None
+    """Passed on to plugins: they read it as `Request.extra`."""
+
+    def check(self) -> None:
+        """What types cannot say. Raises `InvalidRequest`."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "stream_options needs stream: true")
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that are set."""
+        fields: dict[str, Any] = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
+        for name in ("stop", "stop_token_ids"):
+            if fields[name] is not None:
+                fields[name] = tuple(fields[name])
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[
+        list[str | list[int]],
+        PlainValidator(_prompts),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    _STRING,
+                    {"type": "array", "items": _STRING, "minItems": 1},
+                    {**_TOKENS, "minItems": 1},
+                    {"type": "array", "items": _TOKENS, "minItems": 1},
+                ]
+            }
+        ),
+    ]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.suffix:
+            raise InvalidRequest("suffix", "suffix is not supported")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "logprobs", "logprobs of an echoed prompt are not supported; leave out echo or logprobs"
+            )
+        if len(self.prompt) * (self.n or 1) > MAX_SEQUENCES:
+            raise InvalidRequest("prompt", f"prompt: at most {MAX_SEQUENCES} prompts times n in one request")
+
+
+class ChatMessage(BaseModel):
+    """Other fields than these reach the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: Annotated[
+        str | None,
+        PlainValidator(_content),
+        WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
+    ] = None
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        most = SamplingParams.MAX_LOGPROBS
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= most:
+            raise InvalidRequest("top_logprobs", f"top_logprobs must be between 0 and {most}, got {self.top_logprobs}")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs: true")
+        if self.tools:
+            raise InvalidRequest("tools", "tools are not supported")
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise InvalidRequest("response_format", "response_format: only {'type': 'text'} is supported")
+
+    def sampling(self) -> dict[str, Any]:
+        fields = super().sampling()
+        if self.max_completion_tokens is not None:
+            fields["max_tokens"] = self.max_completion_tokens
+        fields.pop("logprobs", None)
+        if self.logprobs:
+            fields["logprobs"] = self.top_logprobs or 0
+        return fields
+
+
+def derived_seed(seed: int | None, choice: int) -> int | None:
+    """The seed of the n-th choice of one prompt: the first has the request's own."""
+    if seed is None or choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
+    return mixed - 2**63
+
+
+def attributes(params: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    """Sampling fields under their OpenTelemetry names, where they have one."""
+    named = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+    found = {f"gen_ai.request.{name}": params[name] for name in named if name in params}
+    if "stop" in params:
+        found["gen_ai.request.stop_sequences"] = msgspec.json.encode(params["stop"]).decode()
+    return found

@@ -1,0 +1,113 @@
+"""Sending a generation: as one JSON body or as server-sent events. A client that goes away ends it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from framework import FrameworkError
+from framework.detokenizer import Delta
+from framework.log import get_logger
+
+from .errors import envelope
+from .generation import Choice, Generation
+
+log = get_logger(__name__)
+
+_encode = msgspec.json.Encoder().encode
+_DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Dialect(Protocol):
+    """How one route spells what is generated."""
+
+    def start(self) -> AsyncIterator[list[tuple[Choice, Delta]]]:
+        """Tokenise, check, and generate."""
+
+    def body(self) -> Any:
+        """The whole response, once everything is generated."""
+
+    def events(self, choice: Choice, delta: Delta) -> Iterable[Any]:
+        """What to send for one piece."""
+
+    def closing(self) -> Iterable[Any]:
+        """What to send after the last piece."""
+
+
+def _event(data: Any) -> bytes:
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+class Reply(Response):
+    """Runs a generation and sends it. An error before the first byte is an HTTP error, a later one an event."""
+
+    def __init__(self, generation: Generation, dialect: Dialect) -> None:
+        super().__init__()
+        self._generation = generation
+        self._dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._run(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.wait((work, gone))
+        if not work.cancelled():
+            work.result()
+
+    async def _run(self, send: Send) -> None:
+        async with self._generation, aclosing(self._dialect.start()) as news:  # type: ignore[type-var]
+            if self._generation.record.stream:
+                await self._stream(news, send)
+            else:
+                async for _ in news:
+                    pass
+                await self._send_body(send)
+
+    async def _send_body(self, send: Send) -> None:
+        begin = time.monotonic_ns()
+        body = _encode(self._dialect.body())
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        self._generation.record.stages.append(("http.send", begin, time.monotonic_ns()))
+
+    async def _stream(self, news: AsyncIterator[list[tuple[Choice, Delta]]], send: Send) -> None:
+        pieces = await anext(news)
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            while pieces:
+                begin = time.monotonic_ns()
+                data = b"".join(_event(e) for choice, delta in pieces for e in self._dialect.events(choice, delta))
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                pieces = await anext(news, [])
+            data = b"".join(map(_event, self._dialect.closing()))
+        except Exception as error:  # the status line is out: whatever went wrong, this client is told by an event
+            if not isinstance(error, FrameworkError):
+                log.exception("stream failed")
+            self._generation.failed(error)
+            begin = time.monotonic_ns()
+            data = _event(envelope(error))
+        await send({"type": "http.response.body", "body": data + _DONE})
+        self._generation.record.stages.append(("http.send", begin, time.monotonic_ns()))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
