@@ -52,7 +52,7 @@ class Planner:
         self._granted: list[tuple[Request, Slice]] = []
         self._fallen: dict[Request, Mode] = {}
         self._dropped: list[str] = []  # finished since the last plan: the executor may forget them
-        self.starved: Request | None = None  # a lone request that cannot grow: to be ended by the engine
+        self.starved: Request | None = None  # a lone request that the pool cannot hold: to be ended by the engine
 
     # Arrivals and departures, between steps
 
@@ -137,6 +137,7 @@ class Planner:
                 admitted = self._admit(ranking, request, started)
                 closed = admitted is None or bool(self._fallen)
                 if admitted is None:
+                    self._starve(request, started)
                     continue
                 request.computed, deltas = admitted.start, admitted.deltas
                 count = min(request.num_tokens - request.computed, left)
@@ -225,8 +226,8 @@ class Planner:
         self._fallen[request] = mode
 
     def _starve(self, request: Request, started: list[Request]) -> None:
-        """A request that got no blocks sits the step out; alone, it can never grow and has to end."""
-        if self._others(started) == 1 and not self._granted:
+        """A request that got no blocks sits the step out; alone, it can never grow (or return) and has to end."""
+        if self._others(started) == (request.status is Status.RUNNING) and not self._granted:
             self.starved = request
 
     # After the step
