@@ -439,6 +439,21 @@ def test_11_a_lone_request_that_cannot_grow_ends_with_length() -> None:
     assert h.outputs["b"] == h.alone("b")
 
 
+def test_11_a_preempted_request_that_outgrew_the_pool_ends_with_length() -> None:
+    policy = Policy()
+    policy.rank = lambda view: (Want(r) for r in view.ranked(key=lambda r: r.priority))
+    policy.pick = lambda beneficiary, candidates: Victim(candidates[-1])
+    h = Harness(policy, blocks=2, block_size=4, seats=1)
+    h.add("a", 4, None)
+    h.steps(5)
+    assert h["a"].num_tokens == 9  # one more than the pool holds
+    h.add("urgent", 4, 2, priority=-1)
+    h.add("b", 4, 2)
+    h.run(10)
+    assert list(h.reasons) == ["urgent", "a", "b"] and h.reasons["a"] == "length"
+    assert h.outputs["a"] == h.alone("a")[:5]
+
+
 def test_11_after_eight_steps_without_a_slice_the_core_ranks_one_itself() -> None:
     h, policy = started("a", "b")
     h.add("c", 4)

@@ -127,6 +127,11 @@ class CheckingExecutor(Executor):
                 return Done(error)
         return Done(self._fault)
 
+    @property
+    def known(self) -> frozenset[str]:
+        """Requests it holds state for. One that ended stays until a plan names it in `finished`."""
+        return frozenset(self._live)
+
     def check(self) -> None:
         """Raise the first `PlanFault`, if there was one."""
         if self._fault is not None:
