@@ -242,34 +242,40 @@ def _interleaved_to_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 def _llama3_parameters(factors: np.ndarray[Any, Any], theta: float, head_dim: int) -> dict[str, Any] | None:
     """The llama3 rope scaling that divides the inverse frequencies by `factors`; None if there is none.
 
-    `factors` come from keep = (turns over the original context - low) / (high - low), clamped to 0..1, and
-    1 / factor = keep + (1 - keep) / largest factor: two numbers, of which we choose low = 1, as the models do.
+    It is keep = (turns over the original context - low) / (high - low), clamped to 0..1, and
+    1 / factor = keep + (1 - keep) / largest factor. A line has two numbers and the scaling three; low is 1, as in
+    every model of this kind.
     """
     largest = float(factors.max())
     if factors.shape != (head_dim // 2,) or factors.min() < 1 - 1e-6:
         return None
     if largest < 1 + 1e-6:
         return {"rope_type": "default"}
-    per_token = theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)  # turns per token
+    turns = theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)  # per token, falling
     keep = (1 / factors - 1 / largest) / (1 - 1 / largest)
-    points = [(x, k) for x, k in zip(per_token, keep, strict=True) if 1e-6 < k < 1 - 1e-6]
-    if len(points) < 2:  # too few between the ends: take the ends for points of the line as well
-        points += [(x, k) for x, k in zip(per_token, keep, strict=True) if k >= 1 - 1e-6][-1:]
-        points += [(x, k) for x, k in zip(per_token, keep, strict=True) if k <= 1e-6][:1]
-    if len(points) < 2:
+    kept, scaled = keep > 1 - 1e-6, keep < 1e-6
+    between = ~(kept | scaled)
+    if between.sum() >= 2:
+        slope, shift = np.polyfit(turns[between], keep[between], 1)  # keep = slope * turns + shift
+    elif not kept.any() or not scaled.any():
         return None
-    slope, shift = np.polyfit(*np.array(points).T, 1)  # keep = slope * turns per token + shift
+    else:  # the steepest line that the ends demand, through what lies between
+        ends = ((turns[kept][-1], 1.0), (turns[scaled][0], 0.0))
+        x, y = (turns[between][0], keep[between][0]) if between.any() else ends[0]
+        slope = max((y - at) / (x - end) for end, at in ends if end != x)
+        shift = y - slope * x
     if shift >= 0:
         return None
-    high = round(1 - 1 / shift, 3)
-    context = round(slope * (high - 1))
-    again = np.clip((context * per_token - 1) / (high - 1), 0, 1)
-    if not np.allclose(1 / (again + (1 - again) / largest), factors, rtol=1e-4):
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": round(largest, 4),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": context,
-    }
+    exact = (float(slope / -shift), float(1 - 1 / shift))
+    rounded = (round(exact[0]), round(exact[1], 3))  # as models have them
+    for context, high in (rounded, exact):
+        again = np.clip((context * turns - 1) / (high - 1), 0, 1)
+        if np.allclose(1 / (again + (1 - again) / largest), factors, rtol=2e-6):
+            return {
+                "rope_type": "llama3",
+                "factor": round(largest, 4),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": context,
+            }
+    return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from framework import Checkpoint, ModelError, Tokenizer
@@ -52,6 +52,7 @@ class HuggingFaceCheckpoint(Checkpoint):
                     yield name, shard.get_tensor(name)
 
     def tokenizer(self) -> Tokenizer:
+        # As in transformers, tokenizer.json alone says whether BOS and EOS are added.
         config = self._json("tokenizer_config.json", required=False)
         file = self._dir / "tokenizer.json"
         if not file.is_file():
@@ -65,7 +66,6 @@ class HuggingFaceCheckpoint(Checkpoint):
             raise ModelError(f"{file}: not a tokenizer.json this version can read: {exc}") from exc
         special = {role: _text(config[role]) for role in _ROLES if config.get(role)}
         _add_tokens(backend, config.get("added_tokens_decoder") or {}, special)
-        _set_bos_eos(backend, config, special)
         return Tokenizer(backend, special=special, chat_templates=self._templates(config))
 
     def _templates(self, config: Mapping[str, Any]) -> dict[str, str]:
@@ -159,16 +159,3 @@ def _add_tokens(backend: Backend, listed: Mapping[str, Any], special: Mapping[st
             backend.add_tokens([AddedToken(token, **flags)])
     known_special = [t for t in special.values() if t not in have and backend.token_to_id(t) is not None]
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in known_special])
-
-
-def _set_bos_eos(backend: Backend, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """add_bos_token and add_eos_token, where a checkpoint states either, replace tokenizer.json's post-processor."""
-    if backend.post_processor is not None and not {"add_bos_token", "add_eos_token"} & config.keys():
-        return
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    used = [t for t in (bos, eos) if t is not None]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
-        special_tokens=[(t, backend.token_to_id(t)) for t in dict.fromkeys(used)],
-    )
