@@ -60,15 +60,11 @@ _OURS: tuple[Processor, ...] = (
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """A logger whose methods take an event and fields: `log.info("step failed", step=7)`."""
-    bound = structlog.wrap_logger(
-        logging.getLogger(name), processors=_OURS, wrapper_class=structlog.stdlib.BoundLogger
-    )
+    bound = structlog.wrap_logger(logging.getLogger(name), processors=_OURS, wrapper_class=structlog.stdlib.BoundLogger)
     return cast(structlog.stdlib.BoundLogger, bound)
 
 
-def configure(
-    level: str = "info", format: str = "auto", stream: TextIO | None = None, process: str = "server"
-) -> None:
+def configure(level: str = "info", format: str = "auto", stream: TextIO | None = None, process: str = "server") -> None:
     """Send all logs of this process to `stream` (default: stderr). May be called again.
 
     `level`: debug, info, warning, error. `format`: "json", one object per line, or "text" ("auto" is text),
