@@ -22,7 +22,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestIds:
-    """ASGI middleware: notes when a request came, honours or mints its X-Request-Id, and binds it to log lines."""
+    """Wraps the application: notes when a request came, honours or mints its X-Request-Id, binds that to log lines."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -44,11 +44,10 @@ class RequestIds:
         await self._app(scope, receive, with_id)
 
 
-def create_app(serving: Serving, plugins: Plugins) -> FastAPI:
+def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
     """The application for one ready engine."""
     app = FastAPI(title="framework", version=__version__)
     errors.install(app)
-    app.add_middleware(RequestIds)
     client = serving.client
 
     async def health() -> Response:
@@ -68,4 +67,4 @@ def create_app(serving: Serving, plugins: Plugins) -> FastAPI:
     for routers in plugins.hook.routes(client=client):
         for router in routers:
             app.include_router(router)
-    return app
+    return RequestIds(app)  # outermost, so that every answer has an id

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from framework import Logprobs, Tokenizer
+from framework import InvalidRequest, Logprobs, Tokenizer
 from framework.detokenizer import Delta
 
 from .body import JsonRoute
@@ -52,8 +52,11 @@ class _Reply:
         self.generation.record.attributes = attributes(fields)
         n = request.n or 1
         params = [inputs.params({**fields, "seed": derived_seed(request.seed, k)}) for k in range(n)]
-        self.ids = await self.prompts()
-        prompts = [Prompt(ids, inputs.complete(p, ids)) for ids in self.ids for p in params]
+        every = await self.prompts()
+        try:
+            prompts = [Prompt(ids, inputs.complete(p, ids)) for ids in every for p in params]
+        except InvalidRequest as error:
+            raise request.spelled(error) from None
         news = self.generation.run(prompts, request.priority or 0, request.user or "", request.extra)
         async for pieces in news:
             yield pieces

@@ -22,6 +22,7 @@ MAX_STOP_LENGTH = 1024
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _STRING = {"type": "string"}
+_RESERVED = {"self", "messages", "add_generation_prompt"}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
 
 
@@ -139,6 +140,10 @@ class GenerationRequest(_Body):
                 fields[name] = tuple(fields[name])
         return {name: value for name, value in fields.items() if value is not None}
 
+    def spelled(self, error: InvalidRequest) -> InvalidRequest:
+        """`error` with the field named as this client spelled it."""
+        return error
+
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[
@@ -201,10 +206,17 @@ class ChatRequest(GenerationRequest):
             raise InvalidRequest("top_logprobs", f"top_logprobs must be between 0 and {most}, got {self.top_logprobs}")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs: true")
+        for name in _RESERVED & set(self.chat_template_kwargs or ()):
+            raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs: {name} has a field of its own")
         if self.tools:
             raise InvalidRequest("tools", "tools are not supported")
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise InvalidRequest("response_format", "response_format: only {'type': 'text'} is supported")
+
+    def spelled(self, error: InvalidRequest) -> InvalidRequest:
+        if error.field == "max_tokens" and self.max_completion_tokens is not None:
+            return InvalidRequest("max_completion_tokens", str(error).replace("max_tokens", "max_completion_tokens"))
+        return error
 
     def sampling(self) -> dict[str, Any]:
         fields = super().sampling()
