@@ -163,3 +163,9 @@ def test_every_package_is_shipped() -> None:
 def test_the_version_is_said_once() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     assert project["project"]["version"] == framework.__version__
+
+
+def test_no_test_hides_behind_a_missing_package() -> None:
+    """A dependency that is not there fails the suite instead of thinning it out."""
+    word = "import" + "orskip"
+    assert [file.name for file in (ROOT / "tests").glob("*.py") if word in file.read_text("utf-8")] == []
