@@ -59,7 +59,7 @@ class Executor(ABC):
     cache_spec: CacheSpec
     """Set by `start`, as are the following."""
     spec: ModelSpec
-    dtype: str = ""
+    dtype_name: str = ""
     """Of weights and activations: a torch dtype's name."""
     backend_name: str = ""
     threads: int = 1

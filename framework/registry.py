@@ -82,7 +82,8 @@ class Plugins:
             self._pm.register(plugin, name)
             self._pm.check_pending()
         except (pluggy.PluginValidationError, ValueError) as exc:
-            self._pm.unregister(plugin)
+            if self._pm.is_registered(plugin):
+                self._pm.unregister(plugin)
             known = f"hooks: {', '.join(HOOKS)}" if "unknown hook" in str(exc) else "see framework.hookspecs"
             raise PluginError(f"plugin {name!r}: {' '.join(str(exc).split())} ({known})", name) from exc
 

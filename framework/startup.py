@@ -56,7 +56,7 @@ def build_engine(
     info = EngineInfo(
         model=settings.served_model_name or checkpoint.path,
         architecture=spec.architecture,
-        dtype=executor.dtype,
+        dtype=executor.dtype_name,
         device=capacity.device,
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
