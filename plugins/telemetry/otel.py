@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from . import OtelOptions
 
-FLUSH_SECONDS = 1.5
+FLUSH_SECONDS = 1.0
 """Longest wait at shutdown for what has not been exported."""
 
 _MAX_LINKS = 128

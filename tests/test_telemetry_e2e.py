@@ -1,8 +1,9 @@
-"""Spans of a real server and its engine process, as a collector receives them."""
+"""Spans, metrics and log lines of a real server and its engine process, as those who collect them get them."""
 
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import signal
 import socket
@@ -13,15 +14,19 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from prometheus_client.parser import text_string_to_metric_families as parse
 
 pytestmark = pytest.mark.slow
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+UNSAMPLED = "a" * 32
+TOKENS = 64
 STEP_STAGES = {"admission", "kv_allocation", "batch_build", "forward", "sampling", "commit"}
 SERVER_STAGES = {"http.receive", "tokenize", "detokenize", "http.send"}
 ENGINE_STAGES = {"queue", "prefill", "decode"}
@@ -68,29 +73,50 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+class Run(NamedTuple):
+    """A run with three requests: one plain, one that continues a trace and streams, one that is not sampled."""
+
+    collector: Collector
+    metrics: dict[str, float]
+    logs: str
+    request_ids: list[str]
+
+
 @pytest.fixture(scope="module")
-def spans(collector: Collector, tiny_llama: Path) -> list[tuple[int, Span]]:
-    """All spans of a run with three requests: one plain, one that continues a trace and streams, one not sampled."""
+def run(collector: Collector, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     port = free_port()
     command = [sys.executable, "-m", "framework", "serve", "--model", str(tiny_llama), "--port", str(port)]
-    command += ["--kv-blocks", "256", "--served-model-name", "tiny"]
+    command += ["--kv-blocks", "256", "--served-model-name", "tiny", "--log-format", "json"]
     command += ["--otlp-endpoint", f"http://127.0.0.1:{collector.server_port}"]
     command += ["--plugin-opt", "otel.step_sampling=1"]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    logs = tmp_path_factory.mktemp("logs") / "stderr"
+    with logs.open("wb") as stderr:
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
             wait_until_ready(process, client)
-            body = {"model": "tiny", "prompt": "once upon a time", "max_tokens": 64, "ignore_eos": True}
-            traced = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
-            unsampled = {"traceparent": f"00-{'a' * 32}-{CALLER}-00"}
-            assert client.post("/v1/completions", json=body).status_code == 200
-            streamed = client.post("/v1/completions", json=body | {"stream": True}, headers=traced)
-            assert streamed.status_code == 200 and "[DONE]" in streamed.text
-            assert client.post("/v1/completions", json=body, headers=unsampled).status_code == 200
+            body = {"model": "tiny", "prompt": "once upon a time", "max_tokens": TOKENS, "ignore_eos": True}
+            responses = [
+                client.post("/v1/completions", json=body | extra, headers=headers)
+                for extra, headers in (
+                    ({}, {}),
+                    ({"stream": True}, {"traceparent": f"00-{TRACE}-{CALLER}-01"}),
+                    ({}, {"traceparent": f"00-{UNSAMPLED}-{CALLER}-00"}),
+                )
+            ]
+            metrics = client.get("/metrics").text
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(15)
-    return collector.received
+    assert [response.status_code for response in responses] == [200] * 3
+    values = {sample.name: sample.value for family in parse(metrics) for sample in family.samples if not sample.labels}
+    return Run(collector, values, logs.read_text(), [response.headers["x-request-id"] for response in responses])
+
+
+@pytest.fixture(scope="module")
+def spans(run: Run) -> list[tuple[int, Span]]:
+    """(process id, span), once both processes have ended."""
+    return run.collector.received
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], client: httpx.Client) -> None:
@@ -133,13 +159,13 @@ def test_one_request_span_per_sampled_request(spans: list[tuple[int, Span]]) -> 
     assert plain.name == continued.name == "text_completion tiny"
     assert plain.parent_span_id == b""
     assert (continued.trace_id.hex(), continued.parent_span_id.hex()) == (TRACE, CALLER)
-    assert "a" * 32 not in {span.trace_id.hex() for _, span in spans}
+    assert UNSAMPLED not in {span.trace_id.hex() for _, span in spans}
     for span in (plain, continued):
         attributes = {a.key: a.value for a in span.attributes}
-        assert attributes["gen_ai.usage.output_tokens"].int_value == 64
+        assert attributes["gen_ai.usage.output_tokens"].int_value == TOKENS
         assert attributes["gen_ai.usage.input_tokens"].int_value > 0
         assert [v.string_value for v in attributes["gen_ai.response.finish_reasons"].array_value.values] == ["length"]
-        assert attributes["gen_ai.request.max_tokens"].int_value == 64
+        assert attributes["gen_ai.request.max_tokens"].int_value == TOKENS
 
 
 def test_request_has_every_stage_of_both_processes(spans: list[tuple[int, Span]]) -> None:
@@ -172,7 +198,7 @@ def test_engine_stages_alone_cover_most_of_the_request(spans: list[tuple[int, Sp
 def test_steps_are_spans_with_every_stage_that_cover_them(spans: list[tuple[int, Span]]) -> None:
     tree = children(spans)
     steps = [(pid, span) for pid, span in spans if span.name == "engine.step"]
-    assert len(steps) >= 3 * 64
+    assert len(steps) >= 3 * TOKENS
     linked = set()
     shares = []
     for pid, step in steps:
@@ -185,3 +211,26 @@ def test_steps_are_spans_with_every_stage_that_cover_them(spans: list[tuple[int,
         sorted(shares)[len(shares) // 20] >= 0.9
     )  # a step that the machine interrupted between two stamps may be less
     assert linked == {span.span_id for _, span in requests(spans)}
+
+
+def test_metrics_count_what_was_served(run: Run) -> None:
+    metrics = run.metrics
+    assert metrics["framework_engine_up"] == 1
+    assert metrics["framework_requests_running"] == metrics["framework_requests_waiting"] == 0
+    assert metrics["framework_kv_cache_usage"] == 0
+    assert metrics["framework_generation_tokens_total"] == 3 * TOKENS
+    assert metrics["framework_prompt_tokens_total"] > 0
+    assert metrics["framework_time_to_first_token_seconds_count"] == 3
+    assert metrics["framework_inter_token_latency_seconds_count"] == 3 * (TOKENS - 1)
+    assert metrics["framework_e2e_request_latency_seconds_count"] == 3
+    assert metrics["framework_e2e_request_latency_seconds_sum"] > metrics["framework_time_to_first_token_seconds_sum"]
+
+
+def test_one_access_line_per_request_with_its_id(run: Run) -> None:
+    lines = [json.loads(line) for line in run.logs.splitlines() if line.startswith("{")]
+    access = {line["request_id"]: line for line in lines if line["event"] == "http request"}
+    for id in run.request_ids:
+        assert (access[id]["method"], access[id]["path"], access[id]["status"]) == ("POST", "/v1/completions", 200)
+        assert access[id]["process"] == "server"
+    assert len([line for line in lines if line.get("path") == "/v1/completions"]) == 3
+    assert not [line for line in lines if line["level"] in ("warning", "error")]
