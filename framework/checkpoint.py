@@ -72,8 +72,11 @@ def open_checkpoint(settings: Settings, plugins: Plugins) -> Checkpoint:
     formats = plugins.providers("checkpoint")
     for provider in formats:
         kind = plugins.create("checkpoint", provider.name)
-        if kind.opens(path):
-            return ConfiguredCheckpoint(kind(path), settings)
+        try:
+            if kind.opens(path):
+                return ConfiguredCheckpoint(kind(path), settings)
+        except OSError as exc:
+            raise ModelError(f"--model {path}: cannot read it ({exc.strerror}); check its permissions") from exc
     known = ", ".join(f"{p.name} ({p.summary})" for p in formats) or "none is installed"
     raise ModelError(f"--model {path}: no checkpoint format recognises it; formats: {known}")
 

@@ -140,6 +140,17 @@ class TestBroken:
         text = self.error(copy / "model.safetensors")
         assert "no checkpoint format recognises it; formats: huggingface" in text
 
+    def test_unreadable(self, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        read = Path.read_text  # root may read everything, so permissions alone won't do
+
+        def refuse(path: Path, *args: Any) -> str:
+            if path.name == "config.json":
+                raise PermissionError(13, "Permission denied")
+            return read(path, *args)
+
+        monkeypatch.setattr(Path, "read_text", refuse)
+        assert "cannot read it (Permission denied)" in self.error(copy)
+
     @pytest.mark.parametrize("text", ["{", "[]", "\x00"])
     def test_broken_config(self, copy: Path, text: str) -> None:
         (copy / "config.json").write_text(text)

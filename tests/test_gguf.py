@@ -191,6 +191,7 @@ class TestConfig:
             ({"split.count": 3}, "--merge"),
             ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model 'rwkv' is not supported"),
             ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
+            ({"tokenizer.ggml.merges": ["zz qq"]}, "vocabulary is damaged"),
         ],
     )
     def test_unsupported(self, tmp_path: Path, tiny_llama_gguf: Path, changes: dict[str, Any], says: str) -> None:
@@ -368,6 +369,7 @@ class TestTokenizer:
         assert checkpoint.tokenizer().encode(TEXTS[0]) == load(source).tokenizer().encode(TEXTS[0])
 
 
+@pytest.mark.slow
 class TestDemo:
     """The demo weights: a real file by llama.cpp's own converter."""
 

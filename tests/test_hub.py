@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 SHA = {"main": "a" * 40, "v2": "b" * 40}
 OPEN = """
 import json, sys

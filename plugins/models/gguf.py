@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
-from framework import Checkpoint, ModelError, Tokenizer
+from framework import Checkpoint, FrameworkError, ModelError, Tokenizer
 
 from .gguf_file import GGUFFile, TensorInfo
 from .gguf_tokenizer import build_tokenizer
@@ -114,9 +114,12 @@ class GGUFCheckpoint(Checkpoint):
         try:
             return build_tokenizer(self._file.metadata)
         except KeyError as exc:
-            raise ModelError(
-                f"--model {self.path}: the GGUF file has no {exc.args[0]}, so its tokenizer cannot be built"
-            ) from exc
+            why = f"the file has no {exc.args[0]}"
+            raise ModelError(f"--model {self.path}: {why}, so its tokenizer cannot be built") from exc
+        except FrameworkError:
+            raise
+        except Exception as exc:  # tokenizers raises nothing narrower for a vocabulary that does not fit together
+            raise ModelError(f"--model {self.path}: the file's vocabulary is damaged: {exc}") from exc
 
     def _translate(self) -> dict[str, Any]:
         """The metadata in the keys of a config.json."""
