@@ -120,7 +120,9 @@ class Stream:
 
     def stop(self, index: int) -> None:
         """End one sequence, because a stop string was found in its text."""
-        self._client.abort([self._open.pop(index)], "stop")
+        id = self._open.pop(index, None)  # None: the engine ended it in the meantime
+        if id is not None:
+            self._client.abort([id], "stop")
 
     def put(self, item: tuple[int, TokenOutput] | FrameworkError) -> None:
         self._queue.put_nowait(item)
@@ -279,6 +281,7 @@ class EngineClient:
                     if message.traceback:
                         log.error("the engine failed", error=message.message, traceback=message.traceback)
                     self._die((ConfigError if message.user else EngineDead)(message.message))
+            await asyncio.sleep(0)  # receiving does not suspend while messages are there: let others run
 
     def _deliver(self, message: Outputs) -> None:
         self._stats = message.stats

@@ -1,0 +1,118 @@
+"""A server in a thread of the test's own process, over any engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+from framework.server.app import create_app
+from framework.server.client import EngineClient
+from framework.server.generation import Serving
+
+from framework import Delivery, ResponseRecord, hookimpl
+from framework.checkpoint import open_checkpoint
+from framework.inputs import InputProcessor
+from framework.registry import load_plugins
+from framework.settings import Settings
+
+
+class Recorder:
+    """A plugin that keeps what the server tells plugins."""
+
+    def __init__(self) -> None:
+        self.records: list[ResponseRecord] = []
+        self.tokens: dict[str, int] = {}
+        self.first = 0
+
+    @hookimpl
+    def tokens_delivered(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            self.tokens[delivery.record.id] = self.tokens.get(delivery.record.id, 0) + delivery.tokens
+            self.first += delivery.ttft is not None
+            assert (delivery.ttft is None) != (delivery.gap is None)
+
+    @hookimpl
+    def response_done(self, record: ResponseRecord) -> None:
+        self.records.append(record)
+
+
+class Running:
+    """A running server: its URL, its engine client, what its plugins heard, and clients for it."""
+
+    def __init__(self, url: str, client: EngineClient, recorder: Recorder, serving: Serving) -> None:
+        self.url = url
+        self.engine = client
+        self.recorder = recorder
+        self.serving = serving
+        self.tokenizer = serving.tokenizer
+        self.http = httpx.Client(base_url=url, timeout=30)
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def record(self, id: str) -> ResponseRecord:
+        """The record of a response: it comes a moment after its last byte."""
+        found = eventually(lambda: [r for r in self.recorder.records if r.id == id])
+        assert len(found) == 1
+        return found[0]
+
+
+def eventually(what: Callable[[], Any], seconds: float = 10) -> Any:
+    """`what()` once it is true; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.01)
+    return value
+
+
+@contextmanager
+def running(settings: Settings, **client_options: Any) -> Iterator[Running]:
+    recorder = Recorder()
+    plugins = load_plugins(settings, [("recorder", recorder)])
+    plugins.activate(settings, engine=False)
+    checkpoint = open_checkpoint(settings, plugins)
+    tokenizer = checkpoint.tokenizer()
+    client = EngineClient(settings, plugins, **client_options)
+    ready = threading.Event()
+    found: list[Any] = []
+
+    async def serve() -> None:
+        try:
+            info = await client.start()
+            serving = Serving(client, InputProcessor(checkpoint, tokenizer, info), tokenizer, info.model, 0)
+            config = uvicorn.Config(
+                create_app(serving, plugins), lifespan="off", log_config=None, timeout_graceful_shutdown=5
+            )
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                server = uvicorn.Server(config)
+                found[:] = [serving, server, listener.getsockname()[1]]
+                ready.set()
+                await server.serve([listener])
+        finally:
+            ready.set()
+            await client.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(60) and found, "the server did not start"
+        serving, _, port = found
+        yield Running(f"http://127.0.0.1:{port}", client, recorder, serving)
+    finally:
+        if found:
+            found[1].should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
