@@ -143,10 +143,10 @@ class TestBroken:
     def test_unreadable(self, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read = Path.read_text  # root may read everything, so permissions alone won't do
 
-        def refuse(path: Path, *args: Any) -> str:
+        def refuse(path: Path, *args: Any, **kwargs: Any) -> str:
             if path.name == "config.json":
                 raise PermissionError(13, "Permission denied")
-            return read(path, *args)
+            return read(path, *args, **kwargs)
 
         monkeypatch.setattr(Path, "read_text", refuse)
         assert "cannot read it (Permission denied)" in self.error(copy)
