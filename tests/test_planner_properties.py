@@ -136,6 +136,7 @@ def play(scenario: Scenario) -> Harness:
         tokens=scenario.tokens,
         seats=scenario.seats,
         watermark=scenario.watermark,
+        max_model_len=120,
         windows=(None,) * scenario.groups,
         fail=fail,
     )
@@ -236,7 +237,7 @@ def test_many_seeded_runs(aborts: bool) -> None:
     preemptions = 0
     for seed in range(1000, 1400):
         preemptions += sum(play(random_scenario(Random(seed), aborts)).planner.preemptions.values())
-    assert preemptions > 1000  # the pools are small enough to matter
+    assert preemptions > 300  # the pools are small enough to matter
 
 
 @st.composite
