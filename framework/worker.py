@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -50,13 +51,15 @@ class TorchExecutor(Executor):
     def start(self, progress: Callable[[str, float], None] = lambda stage, share: None) -> Capacity:
         settings, config = self.settings, self.checkpoint.config
         self.device = resolve_device(settings.device)
-        self.threads = settings.threads or machine.cpus()
+        # Who set OMP_NUM_THREADS has a reason: other processes on the same cores, mostly.
+        told = os.environ.get("OMP_NUM_THREADS", "")
+        self.threads = settings.threads or (int(told) if told.isdigit() and int(told) else machine.cpus())
         torch.set_num_threads(self.threads)
         architecture = next(iter(config.get("architectures") or ()), None)
         if architecture is None:
             raise ModelError(f"{self.checkpoint.path}: config.json names no architecture (key 'architectures')")
         self.spec = model_class(self.plugins, settings, architecture).spec(config)
-        dtype = resolve_dtype(settings.dtype, self.spec.dtype, self.device)
+        dtype = resolve_dtype(settings.dtype, self.device)
         self.dtype_name = _name(dtype)
         hook, known = self.plugins.hook, {"dtype": dtype, "device": self.device}
         self.backend = hook.kernel_backend(settings=settings, spec=self.spec, **known)
@@ -267,25 +270,21 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The type of `--dtype`. auto: the checkpoint's if it has 16 bits and the hardware computes in it; bfloat16 for any
-    other 16-bit checkpoint where the hardware has that; else float32."""
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of `--dtype`. auto: bfloat16 where the hardware computes in it, else float32."""
     if name == "auto":
-        half = checkpoint in ("bfloat16", "float16")
-        native = [kind for kind in (checkpoint, "bfloat16") if half and _is_native(kind, device)]
-        name = native[0] if native else "float32"
+        name = "bfloat16" if _has_bfloat16(device) else "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
-def _is_native(dtype: str, device: torch.device) -> bool:
-    """Whether the hardware computes in a 16-bit type, by torch's own account of it."""
+def _has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware computes in bfloat16, by torch's own account of it: emulation is slower than float32."""
     if device.type == "cuda":
-        return dtype == "float16" or torch.cuda.is_bf16_supported(including_emulation=False)
-    features = {"bfloat16": ("avx512_bf16", "amx_bf16", "bf16"), "float16": ("avx512_fp16", "amx_fp16")}[dtype]
-    # Which of these exist differs between versions of torch; what it cannot tell counts as missing.
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(f) or getattr(torch.cpu, f"_is_{f}_supported", bool)() for f in features)
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # torch.cpu's names are private and come and go, so their absence means no.
+    found = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return any(check() for check in found if check is not None) or "bf16" in torch.cpu.get_capabilities()
 
 
 def _name(dtype: torch.dtype) -> str:

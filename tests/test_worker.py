@@ -522,6 +522,18 @@ def test_fraction_is_of_the_free_memory(tiny_llama: Path, monkeypatch: pytest.Mo
     assert executor.start().blocks["device"] == 10
 
 
+def test_threads(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--threads, then OMP_NUM_THREADS, then the CPUs of this process."""
+    monkeypatch.setattr("framework.machine.cpus", lambda: 3)
+    before = torch.get_num_threads()
+    for told, option, expected in (("", None, 3), ("2", None, 2), ("2", 1, 1)):
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+        executor = build(tiny_llama, threads=option)
+        executor.start()
+        assert executor.threads == torch.get_num_threads() == expected
+    torch.set_num_threads(before)
+
+
 def test_devices() -> None:
     assert resolve_device("cpu").type == "cpu"
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -534,20 +546,14 @@ def test_devices() -> None:
 
 def test_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert resolve_dtype("float16", "float32", cpu) is torch.float16
-    for native, checkpoint, expected in (
-        ({"bfloat16"}, "bfloat16", torch.bfloat16),
-        (set[str](), "bfloat16", torch.float32),
-        ({"bfloat16"}, "float16", torch.bfloat16),
-        ({"bfloat16", "float16"}, "float16", torch.float16),
-        ({"bfloat16"}, "float32", torch.float32),
-    ):
-        monkeypatch.setattr("framework.worker._is_native", lambda dtype, device, native=native: dtype in native)
-        assert resolve_dtype("auto", checkpoint, cpu) is expected
+    assert resolve_dtype("float16", cpu) is torch.float16
+    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("framework.worker._has_bfloat16", lambda device, native=native: native)
+        assert resolve_dtype("auto", cpu) is expected
     monkeypatch.undo()
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if "avx512_bf16" in flags or "amx_bf16" in flags:
-        assert resolve_dtype("auto", "bfloat16", cpu) is torch.bfloat16
+    native = "avx512_bf16" in flags or "amx_bf16" in flags
+    assert resolve_dtype("auto", cpu) is (torch.bfloat16 if native else torch.float32)
 
 
 def test_checkpoint_without_architecture(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
