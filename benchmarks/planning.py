@@ -1,0 +1,106 @@
+"""What planning costs per step: medians over many steps in which everybody decodes and no model runs.
+
+    python benchmarks/planning.py [--scheduler fcfs] [--running 256] [--steps 300]
+
+plan: ranking, walk and block allocation. commit: tokens appended, stops checked, outputs made. step: all of the step
+loop around the executor, which here takes no time. All in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+from framework import CacheGroup, CacheSpec, Capacity, Executor, Plan, SamplingParams, StepResult, Timings, hookimpl
+from framework.engine import Engine
+from framework.executor import Done
+from framework.messages import Add
+from framework.planner import Limits
+from framework.registry import load_plugins
+
+
+class NullExecutor(Executor):
+    """Answers every sampled slice with the same token."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.cache_spec = CacheSpec(block_size, "bfloat16", (CacheGroup(30, 3, 64),))
+        self._capacity = Capacity({"device": blocks, "host": 0})
+        self._tokens: dict[str, tuple[int, ...]] = {}
+
+    def start(self, progress: Callable[[str, float], None] = lambda stage, share: None) -> Capacity:
+        return self._capacity
+
+    def submit(self, plan: Plan) -> Done:
+        if len(self._tokens) != len(plan.slices):
+            self._tokens = {s.request_id: (7,) for s in plan.slices}
+        return Done(StepResult(plan.step, self._tokens))
+
+    def stop(self) -> None:
+        pass
+
+
+class Stages:
+    """Microseconds of each stage, summed up per step."""
+
+    def __init__(self) -> None:
+        self.plan: list[float] = []
+        self.commit: list[float] = []
+
+    @hookimpl
+    def step_done(self, timings: Timings) -> None:
+        spent = dict.fromkeys(("admission", "kv_allocation", "commit"), 0)
+        for stage, start, end in timings.stages:
+            if stage in spent:
+                spent[stage] += end - start
+        self.plan.append((spent["admission"] + spent["kv_allocation"]) / 1e3)
+        self.commit.append(spent["commit"] / 1e3)
+
+
+def measure(scheduler: str, running: int, context: int, waiting: int, steps: int) -> tuple[float, float, float]:
+    """Medians of plan, commit and step."""
+    warm_up, block_size = 20, 16
+    longest = context + steps + warm_up + 10
+    executor = NullExecutor(running * (longest // block_size + 1), block_size)
+    plugins = load_plugins()
+    kv = plugins.create("kv", "paged", cache_spec=executor.cache_spec, capacity=executor.start())
+    stages = Stages()
+    plugins.add(plugins.create("scheduler", scheduler), scheduler)
+    plugins.add(stages, "stages")
+    engine = Engine(plugins, executor, kv, Limits(running * context, running), longest)
+    prompt = list(range(context))
+    params = SamplingParams(max_tokens=steps + warm_up + 5)
+    for i in range(running + waiting):
+        engine.add(Add(f"request-{i}", prompt, params, arrival=i + 1))
+    for _ in range(warm_up):
+        engine.step()
+    stages.plan.clear()
+    stages.commit.clear()
+    gc.collect()
+    whole = []
+    for _ in range(steps):
+        start = time.perf_counter_ns()
+        outputs = engine.step()
+        whole.append((time.perf_counter_ns() - start) / 1e3)
+        assert len(outputs) == running
+    return statistics.median(stages.plan), statistics.median(stages.commit), statistics.median(whole)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scheduler", default="fcfs")
+    parser.add_argument("--running", type=int, default=256, help="requests that decode in every step")
+    parser.add_argument("--steps", type=int, default=300, help="steps measured per line")
+    args = parser.parse_args()
+    print(f"{args.scheduler}, {args.running} decodes per step, median of {args.steps} steps, in µs")
+    print(f"{'context':>8}{'waiting':>9}{'plan':>8}{'commit':>8}{'plan+commit':>13}{'step':>8}")
+    for context in (64, 8192):
+        for waiting in (0, 10_000):
+            plan, commit, step = measure(args.scheduler, args.running, context, waiting, args.steps)
+            print(f"{context:8}{waiting:9}{plan:8.0f}{commit:8.0f}{plan + commit:13.0f}{step:8.0f}")
+
+
+if __name__ == "__main__":
+    main()
