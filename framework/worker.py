@@ -281,7 +281,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def _has_bfloat16(device: torch.device) -> bool:
     """Whether the hardware computes in bfloat16, by torch's own account of it: emulation is slower than float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # torch.cpu's names are private and come and go, so their absence means no.
     found = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return any(check() for check in found if check is not None) or "bf16" in torch.cpu.get_capabilities()
