@@ -90,18 +90,14 @@ class Defaults:
             if reason is None:
                 return backend
             reasons.append(f"{provider.name}: {reason}")
-        raise ConfigError(
-            f"--kernel {settings.kernel}: no backend can serve this model here ({'; '.join(reasons)})"
-        )
+        raise ConfigError(f"--kernel {settings.kernel}: no backend can serve this model here ({'; '.join(reasons)})")
 
     @hookimpl(trylast=True)
     def admit(self, view: View) -> Iterable[Want]:
         return (Want(r) for r in view.waiting)
 
     @hookimpl(trylast=True)
-    def preempt(
-        self, beneficiary: Request, shortage: Shortage, candidates: Sequence[Request]
-    ) -> Victim | None:
+    def preempt(self, beneficiary: Request, shortage: Shortage, candidates: Sequence[Request]) -> Victim | None:
         """For a running beneficiary the last candidate; a waiting one preempts nobody."""
         return Victim(candidates[-1]) if beneficiary.status == "running" else None
 

@@ -181,8 +181,10 @@ class Engine:
         output.stop_reason = request.stop_reason if isinstance(request.stop_reason, int) else None
         output.error = error
         output.times = RequestTimes(
-            *(round((t or 0) * 1e9) for t in (request.arrival, request.admitted_at, request.first_token_at)),
-            finished=round((request.finished_at or 0) * 1e9),
+            arrival=_ns(request.arrival),
+            admitted=_ns(request.admitted_at),
+            first_token=_ns(request.first_token_at),
+            finished=_ns(request.finished_at),
             preemptions=request.preemptions,
         )
         return output
@@ -235,6 +237,10 @@ class Engine:
 
 def _refusal(id: str, reason: str, status: int, retry_after: float | None = None) -> TokenOutput:
     return TokenOutput(id, 0, [], finish_reason="error", error=reason, status=status, retry_after=retry_after)
+
+
+def _ns(seconds: float | None) -> int:
+    return round((seconds or 0.0) * 1e9)
 
 
 def _mix(seed: int, n: int) -> int:

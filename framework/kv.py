@@ -93,9 +93,7 @@ class KVCache(ABC):
         return 0
 
     @abstractmethod
-    def missing(
-        self, request: Request, upto: int, keep: int = 0, without: Collection[Request] = ()
-    ) -> int:
+    def missing(self, request: Request, upto: int, keep: int = 0, without: Collection[Request] = ()) -> int:
         """Blocks short for `reserve(request, upto, keep)`, as if the requests `without` held nothing. Pure."""
 
     @abstractmethod
@@ -128,7 +126,7 @@ class KVCache(ABC):
         """Copies decided since the last call, in the order in which they were decided."""
         return ()
 
-    def copied(self, tickets: Collection[int]) -> None:
+    def copied(self, tickets: Collection[int]) -> None:  # noqa: B027 - optional: only asynchronous copies report
         """Asynchronous copies that have ended."""
 
     @abstractmethod

@@ -107,7 +107,7 @@ class LLM:
             yield text
 
     def _run(self, prompts: Sequence[list[int]], params: Params | Sequence[Params]) -> list[RequestOutput]:
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        each: list[Params] = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)  # type: ignore[list-item]
         outputs = [RequestOutput(prompt) for prompt in prompts]
         for _ in self._stream(prompts, each, outputs):
             pass
@@ -132,9 +132,9 @@ class LLM:
                 self._mail[add.id] = self.engine.add(add)
             while index:
                 for output in self._receive(index):
-                    i = index.get(output.id)
-                    if i is None:
+                    if output.id not in index:
                         continue  # ended by a stop string in this very round
+                    i = index[output.id]
                     text = self._take(output, outputs[i], assemblers[i])
                     if outputs[i].finish_reason is not None:
                         del index[output.id], self._mail[output.id]

@@ -55,8 +55,9 @@ class RequestTimes(msgspec.Struct, array_like=True):
 class TokenOutput(msgspec.Struct, array_like=True):
     """New tokens of one request. `index` is the position of the first in the output: each is sent exactly once.
 
-    `finish_reason`: None, "stop", "length", "abort" or "error"; set, this is the last message of the request, and `times` is
-    there. `stop_reason` is the stop token id, None for EOS. `error` says what went wrong; `status` is its HTTP status.
+    `finish_reason`: None, "stop", "length", "abort" or "error"; set, this is the last message of the request, and
+    `times` is there (not if it was refused on arrival). `stop_reason` is the stop token id, None for EOS. `error` says
+    what went wrong; `status` is its HTTP status.
     """
 
     id: str

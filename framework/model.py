@@ -83,14 +83,10 @@ class Model(ABC):
         """Read a config; raise `ModelError` naming the key it cannot serve. Must not import torch."""
 
     @abstractmethod
-    def __init__(
-        self, spec: ModelSpec, backend: KernelBackend, dtype: torch.dtype, device: torch.device
-    ) -> None: ...
+    def __init__(self, spec: ModelSpec, backend: KernelBackend, dtype: torch.dtype, device: torch.device) -> None: ...
 
     @abstractmethod
-    def load(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None
-    ) -> None:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None) -> None:
         """Take every tensor, pack it through the backend; raise `ModelError` naming missing or unknown ones.
 
         `progress` is called once per tensor.
@@ -100,9 +96,7 @@ class Model(ABC):
     def cache_spec(self, block_size: int) -> CacheSpec: ...
 
     @abstractmethod
-    def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta) -> torch.Tensor:
         """Ragged forward pass.
 
         tokens, positions: int64 [T]. caches: one entry per layer, as `KernelBackend.allocate` made it. Returns logits

@@ -15,7 +15,7 @@ class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Records grow at the end, with defaults, and are read by name."""
 
 
-class Delta(_Record):
+class Delta(_Record, frozen=True):
     """`table[first:] = blocks`: append, prefix hit, fork, copy-on-write, swap-in and rollback in one form."""
 
     group: int
@@ -23,7 +23,7 @@ class Delta(_Record):
     blocks: tuple[int, ...]
 
 
-class Slice(_Record):
+class Slice(_Record, frozen=True):
     """Compute tokens [start, start + tokens) of a request; `samples` if its last row yields a token."""
 
     request_id: str
@@ -34,7 +34,7 @@ class Slice(_Record):
     drafts: int = 0
 
 
-class Copy(_Record):
+class Copy(_Record, frozen=True):
     """Copy one block before the forward pass. Ticket 0 is synchronous; others are reported when done."""
 
     request_id: str
@@ -46,12 +46,12 @@ class Copy(_Record):
     ticket: int = 0
 
 
-class Preempted(_Record):
+class Preempted(_Record, frozen=True):
     request_id: str
     mode: Mode
 
 
-class RequestData(_Record):
+class RequestData(_Record, frozen=True):
     """All an executor needs to know of a request that was admitted or resumed.
 
     `tokens` are prompt and output so far, of which the first `prompt_len` are the prompt's; `seed` is an unsigned
@@ -67,7 +67,7 @@ class RequestData(_Record):
     extra: dict[str, Any] = {}
 
 
-class Plan(_Record):
+class Plan(_Record, frozen=True):
     """One step. `finished` names requests whose executor state is dropped: ended, aborted, or to be sent again.
 
     An executor applies `finished` and `preempted`, then `new`, then the slices' deltas, then `copies` in their order,
@@ -91,7 +91,7 @@ class Plan(_Record):
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
 
-class Logprobs(_Record):
+class Logprobs(_Record, frozen=True):
     """Of one output token, natural logarithms from the unmodified logits. `top` is sorted, likeliest first."""
 
     token: int
@@ -101,7 +101,7 @@ class Logprobs(_Record):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class StepResult(_Record):
+class StepResult(_Record, frozen=True):
     """What an executor did. `tokens` holds zero or more tokens per request; `errors` fail single requests."""
 
     step: int

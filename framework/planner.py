@@ -177,6 +177,8 @@ class Planner:
 
     def _preempt(self, ranking: Ranking, beneficiary: Request, upto: int, started: list[Request]) -> bool:
         """Ask for victims until `beneficiary` fits; preempt them together, or nobody."""
+        if len(self._granted) == len(self.view.running) + len(started):
+            return False  # the common case of a full house: all who run were granted, nobody can fall
         running = beneficiary.status is Status.RUNNING
         taken = {r for r, _ in self._granted}
         candidates = [

@@ -17,7 +17,6 @@ import threading
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
 
 import msgspec
 import zmq
@@ -58,7 +57,7 @@ def spawn(settings: Settings) -> EngineProcess:
     folder = tempfile.mkdtemp(prefix="framework-")  # mode 0700: nobody else can connect
     address = f"ipc://{folder}/engine"
     process = subprocess.Popen(
-        [sys.executable, "-m", "framework.process"],
+        [sys.executable, "-P", "-m", "framework.process"],
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is the server's to handle; it tells the engine
     )
@@ -126,8 +125,20 @@ def run(engine: Engine, channel: Channel) -> None:
         wait = None if not engine.has_work else 0 if stepped else IDLE_POLL_MS
 
 
-def _die_with_parent(stdin: BinaryIO, folder: str) -> None:
-    stdin.read()  # returns at end of file only: nothing more is ever written
+def _read_exactly(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = os.read(0, size - len(data))
+        if not part:
+            raise SystemExit(1)  # the server died before it had said what to do
+        data += part
+    return data
+
+
+def _die_with_parent(folder: str) -> None:
+    # The descriptor, not sys.stdin: an interpreter that shuts down must not find its lock taken.
+    while os.read(0, 4096):
+        pass
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)  # at once, from any state: nobody is left to tell
 
@@ -143,12 +154,10 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
-    stdin = sys.stdin.buffer
-    size = int.from_bytes(stdin.read(4), "big")
-    header = msgspec.msgpack.decode(stdin.read(size))
+    header = msgspec.msgpack.decode(_read_exactly(int.from_bytes(_read_exactly(4), "big")))
     address: str = header["address"]
     folder = str(Path(address.removeprefix("ipc://")).parent)
-    threading.Thread(target=_die_with_parent, args=(stdin, folder), daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
     channel = Channel(address)
     try:
         return _serve(Settings(**header["settings"]), channel)

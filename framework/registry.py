@@ -172,9 +172,9 @@ class Plugins:
                 ("scheduler", settings.scheduler, settings.scheduler_opt),
                 ("sampler", settings.sampler, settings.sampler_opt),
             ):
-                self._register(self.create(kind, name, opts, settings=settings), name)
+                self._select(kind, name, self.create(kind, name, opts, settings=settings))
         for name in reversed(names):
-            self._register(self.create("plugin", name, options[name], settings=settings), name)
+            self._select("plugin", name, self.create("plugin", name, options[name], settings=settings))
         if engine:
             for hook in ("admit", "sample"):
                 claims = [i for i in getattr(self.hook, hook).get_hookimpls() if not (i.wrapper or i.hookwrapper)]
@@ -182,6 +182,10 @@ class Plugins:
                 if len(claims) != 1:
                     who = ", ".join(repr(i.plugin_name) for i in claims) or "no plugin"
                     raise PluginError(f"hook {hook!r} needs exactly one implementation, but {who} has one")
+
+    def _select(self, kind: str, name: str, plugin: object) -> None:
+        """Register a provider's object, under the name that users know it by where that is not ambiguous."""
+        self._register(plugin, f"{kind} {name}" if self._pm.has_plugin(name) else name)
 
     def active(self, kind: type[T]) -> list[T]:
         """Registered plugin objects of a class."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class SampleBatch(Protocol):
     """The rows that are sampled in this step. Sequences are indexed by request; `owner[row]` is an index into them.
 
-    `seeds` are unsigned 64-bit; random numbers must be a function of (seed, output index), so that a draw does not depend
-    on who shares the batch, nor on preemption.
+    `seeds` are unsigned 64-bit; random numbers must be a function of (seed, output index), so that a draw does not
+    depend on who shares the batch, nor on preemption.
     """
 
     @property

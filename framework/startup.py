@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from .checkpoint import open_checkpoint
+from .checkpoint import display_name, open_checkpoint
 from .defaults import Defaults
 from .engine import Engine
 from .errors import ConfigError
@@ -54,7 +54,7 @@ def build_engine(
         executor.stop()
         raise
     info = EngineInfo(
-        model=settings.served_model_name or checkpoint.path,
+        model=display_name(settings),
         architecture=spec.architecture,
         dtype=executor.dtype_name,
         device=capacity.device,

@@ -73,7 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         need(
-            0 <= self.min_tokens and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+            self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             "min_tokens",
             f"between 0 and max_tokens ({self.max_tokens})" if self.max_tokens else "0 or more",
         )
