@@ -48,14 +48,17 @@ def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
     Raises `FrameworkError`s that stop start-up.
     """
     configure(settings.log_level, settings.log_format)
-    with _bind(settings.host, settings.port) as listener:
+    with bind(settings.host, settings.port) as listener:
         plugins.activate(settings, engine=False)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Run(settings, plugins, ui, listener).main())
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Listen before the model loads: a port that is taken costs no minute, and early clients wait."""
+def bind(host: str, port: int) -> socket.socket:
+    """Listen, before the model loads: a port that is taken costs no minute, and early clients wait.
+
+    Raises `ConfigError` naming --host or --port.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import uvicorn
 from framework.server.app import create_app
 from framework.server.client import EngineClient
 from framework.server.generation import Serving
+from framework.server.main import bind
 
 from framework import Delivery, ResponseRecord, hookimpl
 from framework.checkpoint import open_checkpoint
@@ -96,7 +96,7 @@ def running(settings: Settings, **client_options: Any) -> Iterator[Running]:
             config = uvicorn.Config(
                 create_app(serving, plugins), lifespan="off", log_config=None, timeout_graceful_shutdown=5
             )
-            with socket.create_server(("127.0.0.1", 0)) as listener:
+            with bind("127.0.0.1", 0) as listener:
                 server = uvicorn.Server(config)
                 found[:] = [serving, server, listener.getsockname()[1]]
                 ready.set()

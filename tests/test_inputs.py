@@ -1,0 +1,104 @@
+"""Prompts, defaults and limits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from echo_engine import info
+
+from framework import ConfigError, InvalidRequest, SamplingParams
+from framework.checkpoint import open_checkpoint
+from framework.inputs import InputProcessor
+from framework.registry import load_plugins
+from framework.settings import Settings
+
+
+def processor(path: Path, **settings: Any) -> InputProcessor:
+    checkpoint = open_checkpoint(Settings(model=str(path), **settings), load_plugins())
+    return InputProcessor(checkpoint, checkpoint.tokenizer(), info("x"))
+
+
+@pytest.fixture
+def with_config(tiny_llama: Path, tmp_path: Path) -> Any:
+    def make(settings: dict[str, Any] | None = None, **config: Any) -> InputProcessor:
+        copy = shutil.copytree(tiny_llama, tmp_path / "copy", dirs_exist_ok=True)
+        (copy / "generation_config.json").write_text(json.dumps(config))
+        return processor(copy, **settings or {})
+
+    return make
+
+
+def test_bos_is_there_once(tiny_llama_spm: Path) -> None:
+    inputs = processor(tiny_llama_spm)
+    bos = inputs.tokenizer.bos_token_id
+    for ids in (
+        inputs.encode("hello"),
+        inputs.encode("<s>hello"),
+        inputs.render([{"role": "user", "content": "hello"}]),
+    ):
+        assert ids[0] == bos and ids.count(bos) == 1
+    assert bos not in inputs.encode("hello", add_special_tokens=False)
+    assert inputs.encode("") == [bos]
+    assert inputs.encode([bos, bos, 5]) == [bos, bos, 5]
+
+
+def test_empty_prompts(tiny_llama: Path) -> None:
+    inputs = processor(tiny_llama)
+    for prompt in ("", []):
+        with pytest.raises(InvalidRequest, match="empty") as caught:
+            inputs.encode(prompt)
+        assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize("ids", [[-1], [5, 512], [2**63]])
+def test_ids_outside_the_vocabulary(tiny_llama: Path, ids: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{ids[-1]}.*0\.\.511"):
+        processor(tiny_llama).encode(ids)
+
+
+def test_limits_name_both_numbers(tiny_llama: Path) -> None:
+    inputs = processor(tiny_llama)
+    with pytest.raises(InvalidRequest, match=r"256 tokens.*limit of 256"):
+        inputs.encode([5] * 256)
+    prompt = inputs.encode([5] * 255)
+    assert inputs.complete(SamplingParams(max_tokens=1), prompt).max_tokens == 1
+    assert inputs.complete(SamplingParams(), prompt).max_tokens is None
+    with pytest.raises(InvalidRequest, match=r"255 prompt tokens \+ 2 max_tokens.*256.*at most 1") as caught:
+        inputs.complete(SamplingParams(max_tokens=2), prompt)
+    assert caught.value.field == "max_tokens"
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        inputs.complete(SamplingParams(min_tokens=2), prompt)
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        inputs.complete(SamplingParams(max_tokens=0), prompt)
+
+
+def test_defaults_come_from_the_checkpoint(with_config: Any) -> None:
+    inputs = with_config(temperature=0.6, top_p=0.9, top_k=40, repetition_penalty=1.1, do_sample=False, max_length=20)
+    assert inputs.defaults == SamplingParams(temperature=0.6, top_p=0.9, top_k=40, repetition_penalty=1.1)
+    assert inputs.params({"temperature": None, "top_p": 0.5}).top_p == 0.5
+    assert inputs.params({"temperature": None, "top_p": 0.5}).temperature == 0.6
+    assert inputs.params({"temperature": 0.0}).temperature == 0.0
+    assert with_config({"generation_config": "none"}, temperature=0.6).defaults == SamplingParams()
+
+
+@pytest.mark.parametrize("config", [{"temperature": "hot"}, {"top_p": 7}])
+def test_bad_defaults_stop_start_up(with_config: Any, config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"generation_config.json.*{next(iter(config))}.*none"):
+        with_config(**config)
+
+
+def test_ends(with_config: Any) -> None:
+    (eos,) = with_config().tokenizer.eos_token_ids
+    complete = with_config(eos_token_id=[7, 9, 5000]).complete(SamplingParams(), [1])
+    assert set(complete.eos_token_ids) == {7, 9, eos}  # an id outside the vocabulary never comes
+    assert with_config(eos_token_id=7).complete(SamplingParams(), [1]).ends == {7, eos}
+    assert not with_config().complete(SamplingParams(ignore_eos=True), [1]).ends
+
+
+def test_top_k_is_cut_to_the_vocabulary(tiny_llama: Path) -> None:
+    assert processor(tiny_llama).complete(SamplingParams(top_k=10**30), [1]).top_k == 512
+    assert processor(tiny_llama).complete(SamplingParams(top_k=-1), [1]).top_k == -1

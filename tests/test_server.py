@@ -1,0 +1,140 @@
+"""The server over the real engine and a tiny model, driven by the `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import Running, eventually, running
+
+from framework.settings import Settings
+
+MESSAGES: Any = [{"role": "user", "content": "Tell me of the fox."}]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[Running]:
+    settings = Settings(model=str(tiny_llama), served_model_name="tiny", kv_blocks=64, max_num_seqs=16)
+    with running(settings) as found:
+        yield found
+
+
+def gauge(server: Running, name: str) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(f"framework_{name} ")))
+
+
+def streamed(server: Running, **body: Any) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for chunk in server.openai.completions.create(model="tiny", stream=True, **body):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    return texts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 1, "seed": 7, "n": 3},
+        {"temperature": 0.8, "seed": -1, "top_p": 0.9, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+        {"seed": 3, "extra_body": {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 5}},
+        {"temperature": 0, "logit_bias": {"40": 5, "41": -100}, "stop": ["e", "a"]},
+    ],
+)
+def test_streaming_equals_not_streaming(server: Running, options: dict[str, Any]) -> None:
+    body = {"prompt": ["The quick brown", "Once upon a time"], "max_tokens": 24, **options}
+    whole = server.openai.completions.create(model="tiny", **body)
+    assert streamed(server, **body) == {choice.index: choice.text for choice in whole.choices}
+    assert whole.usage and whole.usage.completion_tokens <= 24 * len(whole.choices)
+
+
+def test_chat_streaming_equals_not_streaming(server: Running) -> None:
+    options: Any = {"model": "tiny", "messages": MESSAGES, "seed": 11, "max_completion_tokens": 20}
+    whole = server.openai.chat.completions.create(**options, logprobs=True, top_logprobs=3)
+    chunks = list(server.openai.chat.completions.create(**options, logprobs=True, top_logprobs=3, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+    entries = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content or []]
+    assert whole.choices[0].logprobs and entries == whole.choices[0].logprobs.content
+    assert len(entries) == whole.usage.completion_tokens == 20  # type: ignore[union-attr]
+    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
+
+
+def test_choices_are_independent_draws(server: Running) -> None:
+    ask: Any = {"model": "tiny", "prompt": "The", "max_tokens": 16, "n": 4}
+    for seed in ({}, {"seed": 5}):
+        texts = [c.text for c in server.openai.completions.create(**ask, **seed).choices]
+        assert len(set(texts)) == 4
+    again = [c.text for c in server.openai.completions.create(**ask, seed=5).choices]
+    assert again == texts
+    assert server.openai.completions.create(**{**ask, "n": 1}, seed=5).choices[0].text == texts[0]
+
+
+def test_logprobs(server: Running) -> None:
+    choice = server.openai.completions.create(
+        model="tiny", prompt="The quick", max_tokens=8, temperature=0, logprobs=3
+    ).choices[0]
+    logprobs = choice.logprobs
+    assert logprobs and logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs and logprobs.text_offset
+    assert len(logprobs.tokens) == len(logprobs.text_offset) == 8
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert len(top) == 3 and max(top.values()) == top[token] == value  # greedy takes the likeliest
+
+
+def test_unset_max_tokens_means_what_remains(server: Running) -> None:
+    prompt = [5] * 500
+    choice = server.post("/v1/completions", prompt=prompt, ignore_eos=True).json()
+    limit = server.serving.inputs.info.max_model_len
+    assert choice["usage"]["total_tokens"] == limit and choice["choices"][0]["finish_reason"] == "length"
+
+
+def test_many_at_once(server: Running) -> None:
+    """More than there are seats; each answer is the one it gets alone."""
+    prompts = [f"The fox number {i}" for i in range(24)]
+    alone = [server.post("/v1/completions", prompt=p, seed=i, max_tokens=12).json() for i, p in enumerate(prompts)]
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            asked = [
+                client.completions.create(model="tiny", prompt=p, seed=i, max_tokens=12) for i, p in enumerate(prompts)
+            ]
+            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
+    assert asyncio.run(ask_all()) == [body["choices"][0]["text"] for body in alone]
+    assert gauge(server, "requests_running") == gauge(server, "requests_waiting") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnects_free_everything(server: Running, stream: bool) -> None:
+    """Running ones and queued ones: 40 sequences, 16 seats."""
+
+    def leave() -> None:
+        body = {"prompt": ["The"] * 20, "n": 2, "max_tokens": 300, "ignore_eos": True, "stream": stream}
+        try:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=0.5) as response:
+                next(response.iter_raw())
+        except httpx.ReadTimeout:
+            pass
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    eventually(lambda: server.engine.stats.running > 0)
+    thread.join()
+    eventually(lambda: gauge(server, "requests_running") == gauge(server, "requests_waiting") == 0)
+    assert gauge(server, "kv_cache_usage") == 0
+    assert server.post("/v1/completions", prompt="The", max_tokens=3).status_code == 200
+
+
+def test_a_request_larger_than_the_pool_is_refused(tiny_llama: Path) -> None:
+    settings = Settings(model=str(tiny_llama), kv_blocks=4, block_size=4)
+    with running(settings) as server:
+        limit = server.serving.inputs.info.max_model_len
+        response = server.post("/v1/completions", prompt=[5] * (limit - 1), max_tokens=2)
+        assert response.status_code == 400 and str(limit) in response.json()["error"]["message"]
+        assert server.post("/v1/completions", prompt=[5] * 3, max_tokens=4).status_code == 200
