@@ -39,7 +39,10 @@ class Order:
 
     def remove(self, request: Request) -> None:
         entry = self._of.pop(request)  # as it was sorted in, whatever the key says now
-        del self.entries[bisect_left(self.entries, entry)]
+        index = bisect_left(self.entries, entry)
+        if index == len(self.entries) or self.entries[index] is not entry:  # keys without an order, such as NaN
+            index = next(i for i, other in enumerate(self.entries) if other is entry)
+        del self.entries[index]
 
     def __iter__(self) -> Iterator[Request]:
         return (entry[4] for entry in self.entries)
@@ -98,8 +101,11 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         self._default.add(request)
-        for order in self._orders.values():
-            order.add(request)
+        for identity, order in list(self._orders.items()):
+            try:
+                order.add(request)
+            except Exception:  # noqa: BLE001 - a policy's key may raise anything: it does so again, and is
+                del self._orders[identity]  # blamed for it, when the policy next asks for this order
 
     def remove(self, request: Request) -> None:
         self._default.remove(request)

@@ -696,6 +696,34 @@ def test_16_a_fault_in_preempt_for_a_waiting_one_admits_nobody_in_that_step() ->
     assert h.waiting == ["big", "small"]
 
 
+def test_16_a_key_that_cannot_rank_a_new_request_is_a_fault_of_the_policy() -> None:
+    policy = Policy()
+    policy.rank = lambda view: (Want(r) for r in view.queue(key=lambda r: {97: None, 98: 0, 99: 1}[ord(r.id)]))
+    h = Harness(policy, seats=1)
+    h.add("b", 4)
+    h.add("c", 4)
+    h.step()
+    for odd in ("x", "a"):  # a KeyError; None, which does not compare with 1
+        h.add(odd, 4)
+        assert ids(h.step()) == ["b"]
+        assert h.waiting == ["c", odd]
+        h.abort(odd)
+    assert h.planner.policy.faults == {"policy": 2}
+    h.run()
+    assert list(h.reasons) == ["x", "a", "b", "c"]
+
+
+def test_16_keys_without_an_order_lose_nobody() -> None:
+    policy = Policy()
+    policy.rank = lambda view: (Want(r) for r in view.queue(key=lambda r: float("nan") if len(r.prompt) % 2 else 1.0))
+    h = Harness(policy, blocks=64, seats=2)
+    for i in range(20):
+        h.add(f"r{i}", 1 + i % 7, 2)
+    h.abort("r3", "r8", "r12")
+    h.run()
+    assert h.planner.forced == 0 and len(h.reasons) == 20
+
+
 # Costs
 
 
