@@ -84,6 +84,7 @@ class Engine:
             return [_refusal(request.id, refused.reason, refused.status, refused.retry_after)]
         self.requests[request.id] = request
         self._notify("arrived", request=request, view=self.planner.view)  # may set its level, which orders queues
+        self._check_level(request)
         self.planner.add(request)
         return []
 
@@ -95,6 +96,13 @@ class Engine:
             plugin = self.plugins.blame("accept", exc)
             self._fault(plugin, "accept", exc)
             return Reject(f"plugin {plugin!r} failed on this request: {type(exc).__name__}: {exc}", status=500)
+
+    def _check_level(self, request: Request) -> None:
+        level = request.level
+        if not isinstance(level, int | float) or level != level:  # the planner compares the levels of any two
+            request.level = request.priority
+            who = ", ".join(str(impl.plugin_name) for impl in self.plugins.hook.arrived.get_hookimpls())
+            self._fault(who, "arrived", ValueError(f"request.level must be a number, got {level!r}"))
 
     def abort(self, ids: Iterable[str], reason: str = "abort") -> list[TokenOutput]:
         """End requests now and free what they hold. Unknown ids are ignored: they ended by themselves."""

@@ -203,6 +203,19 @@ def test_4_a_waiting_beneficiary_starts_at_once_at_its_place() -> None:
     assert h.waiting == ["b", "c", "next"]
 
 
+def test_4_nothing_is_admitted_after_a_waiting_beneficiary_either() -> None:
+    policy = Policy()
+    h = Harness(policy, blocks=4)
+    h.add("a", 11, 2)
+    h.step()
+    h.add("urgent", 8, 1, priority=-1)
+    h.add("next", 1, 1, priority=-1)
+    policy.rank = ranked(h, "urgent", "next", "a")
+    policy.pick = lambda beneficiary, candidates: Victim(candidates[-1])
+    assert ids(h.step()) == ["urgent"]
+    assert h.waiting == ["a", "next"]
+
+
 # 5: admission
 
 
@@ -218,10 +231,10 @@ def test_5_admission_reserves_the_whole_known_length() -> None:
 
 def test_5_the_watermark_applies_to_admission_only() -> None:
     h, _ = started("a", blocks=4, watermark=1, max_tokens=12)
-    h.add("three", 12, 1)
+    h.add("two", 8, 1)
     h.step()
-    assert h.waiting == ["three"]  # two blocks are free, and one has to stay
-    h.abort("three")
+    assert h.waiting == ["two"]  # two blocks are free, and one has to stay
+    h.abort("two")
     h.add("one", 3, 1)
     h.step()
     assert h.outputs["one"] and h.kv.available == 2
@@ -694,6 +707,18 @@ def test_16_a_fault_in_preempt_for_a_waiting_one_admits_nobody_in_that_step() ->
     policy.rank = ranked(h, "big", "small", "a", "b")
     assert ids(h.step()) == ["a", "b"]
     assert h.waiting == ["big", "small"]
+
+
+@pytest.mark.parametrize("level", [None, "high", float("nan")])
+def test_16_a_level_that_is_no_number_is_a_fault_and_the_priority_stays(level: Any) -> None:
+    policy = Policy()
+    policy.level = lambda request: level
+    h = Harness(policy, blocks=4)
+    h.add("a", 4, 8, priority=1)
+    h.add("b", 4, 8, priority=2)
+    assert (h["a"].level, h["b"].level) == (1, 2)
+    assert h.planner.policy.faults == {"policy": 2}
+    h.run()
 
 
 def test_16_a_key_that_cannot_rank_a_new_request_is_a_fault_of_the_policy() -> None:
