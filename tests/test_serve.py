@@ -1,0 +1,150 @@
+"""`framework serve` as a process: start, signals, the death of either process."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from serving import eventually
+
+pytestmark = pytest.mark.slow
+LONG = {"prompt": "The", "ignore_eos": True, "stream": True, "n": 4}
+
+
+class Served:
+    """A `framework serve` process; `output` is what it printed, stderr included."""
+
+    def __init__(self, model: Path | str, tmp_path: Path, *flags: str) -> None:
+        self.log = tmp_path / f"serve-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", "framework", "serve", "--model", str(model), "--port", "0", *flags]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self.url = ""
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def ready(self) -> None:
+        def url() -> Any:
+            assert self.process.poll() is None, self.output
+            return re.search(r"URL +(http://\S+)/v1", self.output)
+
+        self.url = eventually(url, 60)[1]
+
+    def engines(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self, number: int, within: float = 5) -> int:
+        """Send a signal; the exit code. Fails if it takes longer, complains, or leaves a process behind."""
+        engines = self.engines()
+        self.process.send_signal(number)
+        code = self.process.wait(within)
+        _, alive = psutil.wait_procs(engines, 3)
+        assert not alive
+        assert "Traceback" not in self.output, self.output
+        return code
+
+
+@contextmanager
+def serve(model: Path | str, tmp_path: Path, *flags: str) -> Iterator[Served]:
+    served = Served(model, tmp_path, *flags)
+    try:
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()
+
+
+@pytest.mark.parametrize("moment", ["spawned", "loading", "early"])
+def test_ctrl_c_while_it_starts(tiny_llama: Path, tmp_path: Path, moment: str) -> None:
+    with serve(tiny_llama, tmp_path) as served:
+        if moment == "spawned":
+            eventually(served.engines)
+        elif moment == "loading":
+            eventually(lambda: "load weights" in served.output, 60)
+        assert served.stop(signal.SIGINT) in (130, -signal.SIGINT)  # the latter before Python can handle it
+        assert "is ready" not in served.output
+
+
+def test_ctrl_c_tells_those_who_wait(tiny_llama: Path, tmp_path: Path) -> None:
+    with serve(tiny_llama, tmp_path) as served:
+        served.ready()
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG, timeout=30) as response:
+            chunks = response.iter_text()
+            first = next(chunks)
+            assert served.stop(signal.SIGINT) == 130
+            text = first + "".join(chunks)
+        assert '"error"' in text and "shutting down" in text and text.endswith("data: [DONE]\n\n")
+
+
+def test_sigterm_lets_what_has_begun_finish(tiny_llama: Path, tmp_path: Path) -> None:
+    with serve(tiny_llama, tmp_path) as served, httpx.Client() as idle:
+        served.ready()
+        assert idle.get(f"{served.url}/health").status_code == 200
+        body = {**LONG, "max_tokens": 200}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+            chunks = response.iter_text()
+            first = next(chunks)
+            assert served.stop(signal.SIGTERM, within=40) == 0
+            text = first + "".join(chunks)
+        assert text.count('"finish_reason":"length"') == 4 and '"error"' not in text
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{served.url}/health")
+
+
+def test_the_death_of_the_engine(tiny_llama: Path, tmp_path: Path) -> None:
+    with serve(tiny_llama, tmp_path) as served:
+        served.ready()
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG, timeout=5) as response:
+            chunks = response.iter_text()
+            first = next(chunks)
+            for engine in served.engines():
+                engine.kill()
+            text = first + "".join(chunks)
+        assert "SIGKILL" in text and text.endswith("data: [DONE]\n\n")
+        health = httpx.get(f"{served.url}/health")
+        assert health.status_code == 503 and "SIGKILL" in health.json()["error"]["message"]
+        assert "framework_engine_up 0" in httpx.get(f"{served.url}/metrics").text
+        assert served.stop(signal.SIGTERM) == 0
+
+
+def test_the_death_of_the_server_ends_the_engine(tiny_llama: Path, tmp_path: Path) -> None:
+    with serve(tiny_llama, tmp_path) as served:
+        served.ready()
+        engines = served.engines()
+        assert engines
+        served.process.kill()
+        _, alive = psutil.wait_procs(engines, 5)
+        assert not alive
+
+
+def test_errors_are_one_line(tiny_llama: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            ((tiny_llama, "--port", str(port)), rf"--port {port}: already in use"),
+            ((tiny_llama, "--host", "no.such.host.invalid"), r"--host no\.such\.host\.invalid"),
+            ((tiny_llama, "--host", "192.0.2.1"), r"--host 192\.0\.2\.1"),
+            ((tmp_path / "missing",), r"--model \S+missing: no such file"),
+            ((tiny_llama, "--kv-blocks", "1", "--max-model-len", "100"), r"--max-model-len 100"),
+        ]
+        started = [(Served(model, tmp_path, *flags), expected) for (model, *flags), expected in cases]
+        for served, expected in started:
+            assert served.process.wait(60) == 2, served.output
+            errors = [line for line in served.output.splitlines() if line.startswith("error: ")]
+            assert len(errors) == 1 and re.search(expected, errors[0]), served.output
+            assert "Traceback" not in served.output
