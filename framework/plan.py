@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from .types import Mode, SamplingParams
+from .types import Mode, Request, SamplingParams
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -65,6 +65,12 @@ class RequestData(_Record, frozen=True):
     seed: int
     adapter: str | None = None
     extra: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, request: Request) -> RequestData:
+        tokens = [*request.prompt, *request.output]
+        extra = dict(request.extra)
+        return cls(request.id, tokens, len(request.prompt), request.params, request.seed, request.adapter, extra)
 
 
 class Plan(_Record, frozen=True):

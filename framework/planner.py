@@ -145,7 +145,7 @@ class Planner:
                     count = min(count, tokens)
                 request.admitted_at = view.now if request.admitted_at is None else request.admitted_at
                 started.append(request)
-                new.append(_data(request))
+                new.append(RequestData.of(request))
             left -= count
             end = request.computed + count
             granted.append((request, Slice(request.id, request.computed, count, deltas, end >= request.num_tokens)))
@@ -294,15 +294,3 @@ class Planner:
         for request in touched:
             request.failures += 1
         return [r for r in touched if r.failures >= 3]
-
-
-def _data(request: Request) -> RequestData:
-    return RequestData(
-        request.id,
-        [*request.prompt, *request.output],
-        len(request.prompt),
-        request.params,
-        request.seed,
-        request.adapter,
-        dict(request.extra),
-    )

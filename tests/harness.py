@@ -205,3 +205,24 @@ def ids(plan: Plan | None) -> list[str]:
 
 def tokens(plan: Plan | None) -> dict[str, int]:
     return {} if plan is None else {s.request_id: s.tokens for s in plan.slices}
+
+
+def ranked(h: Harness, *wants: str | tuple[str, int]) -> Callable[[View], list[Want]]:
+    """A ranking of requests by id, or (id, tokens)."""
+    pairs = [(want, None) if isinstance(want, str) else want for want in wants]
+    return lambda view: [Want(h[id], count) for id, count in pairs]
+
+
+def started(
+    *requests: str, policy: Policy | None = None, max_tokens: int = 5, **options: Any
+) -> tuple[Harness, Policy]:
+    """Requests that run and have sampled one token each. By default each owns one full block of four tokens, so that
+    each needs a second block to go on, and no third."""
+    policy = policy or Policy()
+    h = Harness(policy, **options)
+    for id in requests:
+        h.add(id, 4, max_tokens)
+    h.step()
+    assert h.running == list(requests)
+    policy.budgets.clear()
+    return h, policy

@@ -1,0 +1,165 @@
+"""The step loop: requests come, leave and fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from harness import Harness, Policy, started
+
+from framework import RequestData
+from framework.testing import CheckingExecutor, RequestFailed
+
+# Arrivals
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "fits"), [(10, 7, True), (10, 8, False), (17, 1, False)])
+def test_what_could_never_fit_an_empty_pool_is_refused_with_both_numbers(
+    prompt: int, max_tokens: int, fits: bool
+) -> None:
+    h = Harness(blocks=4, block_size=4)
+    refusal = h.add("a", prompt, max_tokens)
+    if fits:
+        assert refusal is None
+        h.run()
+        assert len(h.outputs["a"]) == max_tokens
+    else:
+        assert refusal is not None and refusal.error is not None and refusal.status == 400
+        assert "5" in refusal.error and "4" in refusal.error
+        assert not h.engine.has_work
+
+
+def test_an_unset_max_tokens_is_no_reason_to_refuse() -> None:
+    h = Harness(blocks=4, block_size=4, max_model_len=1000)
+    assert h.add("a", 10, None) is None
+    refusal = h.add("b", 17, None)
+    assert refusal is not None and refusal.error is not None and "5" in refusal.error
+
+
+def test_seeds_are_recorded_and_unsigned() -> None:
+    h = Harness()
+    h.add("unseeded", 4)
+    h.add("negative", 4, seed=-1)
+    h.add("other", 4)
+    plan = h.step()
+    assert plan is not None
+    seeds = {data.id: data.seed for data in plan.new}
+    assert seeds["negative"] == 2**64 - 1
+    assert len(set(seeds.values())) == 3 and all(0 <= seed < 2**64 for seed in seeds.values())
+
+
+# Aborts
+
+
+def test_abort_in_every_state_frees_everything() -> None:
+    policy = Policy()
+    h = Harness(policy, blocks=6, tokens=6)
+    h.abort("unknown")
+    h.add("waiting", 4)
+    h.abort("waiting")
+    assert h.reasons == {"waiting": "abort"}
+
+    h.add("prefill", 20, 1)
+    h.step()
+    assert 0 < h["prefill"].computed < 20
+    h.abort("prefill")
+    assert h.kv.available == 6
+
+    h.add("decode", 4, 8)
+    h.steps(2)
+    h.abort("decode", reason="stop")
+    assert h.reasons["decode"] == "stop" and len(h.outputs["decode"]) == 2
+    assert h.kv.available == 6
+
+    h.add("stays", 12, 12)
+    h.add("falls", 8, 8)
+    while not h["falls"].preemptions:
+        h.step()
+    assert h.waiting == ["falls"]
+    h.abort("falls")
+    h.abort("falls")
+    h.run()
+    assert h.outputs["stays"] == h.alone("stays")
+    assert h.done == dict.fromkeys(h.requests, 1)
+    named = [id for plan in h.executor.plans for id in plan.finished]
+    assert {"prefill", "decode", "falls"} <= set(named)  # so that the executor may forget them
+
+
+def test_abort_of_a_request_in_the_submitted_plan_is_honoured_by_commit() -> None:
+    h = Harness()
+    h.add("a", 4)
+    h.add("b", 4)
+    plan = h.planner.plan(0.0)
+    assert plan is not None
+    result = h.executor.submit(plan).result()
+    h.planner.remove(h["a"])
+    produced = h.planner.commit(plan, result)
+    assert [(request.id, index) for request, index, _ in produced] == [("b", 0)]
+    assert h["a"].output == [] and h["b"].output == list(result.tokens["b"])
+    h.kv.check_integrity()
+    assert h.kv.usage().tokens == 4
+
+
+def test_an_id_in_use_is_refused_and_the_first_is_untouched() -> None:
+    h, _ = started("a")
+    refusal = h.add("a", 7)
+    assert refusal is not None and refusal.error is not None and refusal.status == 409
+    h.run()
+    assert h.outputs["a"] == h.alone("a")
+
+
+# Failing steps
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_failed_step_is_computed_again(when: Any) -> None:
+    h = Harness(fail=lambda plan: when if plan.step in (2, 4) else None)
+    for id in "abc":
+        h.add(id, 5, 8)
+    h.run()
+    assert h.outputs == {id: h.alone(id) for id in "abc"}
+    assert h.engine.stats().failed_steps == 2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_request_that_fails_its_third_step_is_ended_with_an_error(when: Any) -> None:
+    h = Harness(fail=lambda plan: when if any(s.request_id == "bad" for s in plan.slices) else None)
+    h.add("bad", 4)
+    h.run(10)
+    assert h.reasons == {"bad": "error"}
+    assert "made to fail" in h.errors["bad"]
+    assert len(h.executor.plans) == 3
+
+
+def test_a_request_that_fails_in_its_second_chunk_ends_too() -> None:
+    """Its first chunk, computed again and again, must not make it look healthy."""
+    h = Harness(tokens=4, fail=lambda plan: "after" if any(s.start for s in plan.slices) else None)
+    h.add("bad", 8, 1)
+    h.run(20)
+    assert h.reasons == {"bad": "error"}
+
+
+def test_who_waits_is_not_touched_by_a_failed_step() -> None:
+    h = Harness(seats=1, fail=lambda plan: "before" if any(s.request_id == "bad" for s in plan.slices) else None)
+    h.add("bad", 4)
+    h.add("good", 4)
+    h.run()
+    assert h.reasons == {"bad": "error", "good": "length"}
+    assert h["good"].failures == 0 and h.outputs["good"] == h.alone("good")
+
+
+def test_an_error_of_one_request_ends_it_alone() -> None:
+    h, _ = started("a", "b")
+    original = CheckingExecutor.next_token
+
+    def next_token(data: RequestData, tokens: Sequence[int]) -> int:
+        if data.id == "b":
+            raise RequestFailed("logits are NaN")
+        return original(h.executor, data, tokens)
+
+    h.executor.next_token = next_token  # type: ignore[method-assign]
+    h.step()
+    assert h.reasons == {"b": "error"} and h.errors == {"b": "logits are NaN"}
+    h.run()
+    assert h.outputs["a"] == h.alone("a")
