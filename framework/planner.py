@@ -88,12 +88,11 @@ class Planner:
             self.forced += 1
             self.policy.stalled(MAX_STALLED)
             ranking: Ranking = [*default_order(view.running), *((r, None) for r in view.waiting)]
-            closed = False
         else:
             budget = Budget(self.limits.tokens, max(0, self.limits.seats - len(view.running)))
-            ranking, closed = self.policy.rank(view, budget)
+            ranking = self.policy.rank(view, budget)
         ranked = self._ns()
-        new = self._walk(ranking, closed)
+        new = self._walk(ranking)
         self.stages[:0] = [("admission", start, ranked), ("kv_allocation", ranked, self._ns())]
         self.policy.step_over()
         self._stalled = 0 if self._granted else self._stalled + 1
@@ -106,9 +105,9 @@ class Planner:
         finished, self._dropped = tuple(self._dropped), []
         return Plan(self._step, tuple(new), tuple(s for _, s in self._granted), copies, preempted, finished)
 
-    def _walk(self, ranking: Ranking, closed: bool) -> list[RequestData]:
+    def _walk(self, ranking: Ranking) -> list[RequestData]:
         view, kv, granted = self.view, self.kv, self._granted
-        left = self.limits.tokens
+        left, closed = self.limits.tokens, False
         started: list[Request] = []
         new: list[RequestData] = []
         for request, tokens in ranking:

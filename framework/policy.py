@@ -46,20 +46,20 @@ class Policy:
         self._in_row = 0
         self._faulty = False
 
-    def rank(self, view: LiveView, budget: Budget) -> tuple[Ranking, bool]:
-        """The step's ranking, and whether admission is closed from the start (after a fault)."""
+    def rank(self, view: LiveView, budget: Budget) -> Ranking:
+        """The step's ranking; after a fault it names running requests only, so that nobody is admitted."""
         try:
             answer = self._hook.admit(view=view, budget=budget)
             named, exhausted = self._read(answer, view, min(budget.requests, budget.tokens) + 1)
         except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
             self._fault(self._blame("admit", exc), f"{type(exc).__name__}: {exc}", exc)
-            return default_order(view.running), True
+            return default_order(view.running)
         key = view.ranked_by
         if key is not None and not exhausted:  # not reached, but `ranked` gave them their places
             rest = [r for r in view.running if r not in named]
             rest.sort(key=lambda r: (key(r), r.arrival, r.order))
-            return [*named.items(), *((r, None) for r in rest)], False
-        return [*default_order(view.running, named), *named.items()], False
+            return [*named.items(), *((r, None) for r in rest)]
+        return [*default_order(view.running, named), *named.items()]
 
     @staticmethod
     def _read(answer: Iterable[Want] | None, view: LiveView, most: int) -> tuple[dict[Request, int | None], bool]:
