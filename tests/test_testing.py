@@ -5,12 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from framework import Copy, Delta, Mode, Plan, RequestData, SamplingParams, Slice, StepResult
+from framework.messages import Add
 from framework.plan import Preempted
+from framework.registry import load_plugins
+from framework.settings import Settings
+from framework.startup import build_engine
 from framework.testing import (
     CheckingExecutor,
     PlanFault,
@@ -304,3 +309,22 @@ def test_it_can_be_selected_by_name_and_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["checking", "scripted"])
+def test_an_engine_starts_with_it_in_place_of_a_model(name: str, tiny_llama: Path) -> None:
+    options = Settings(model=str(tiny_llama), executor=name, kv_blocks=8)
+    plugins = load_plugins(options)
+    plugins.activate(options, engine=True)
+    engine, info = build_engine(options, plugins)
+    assert info.kv_blocks == 8
+    engine.add(Add("a", [5, 6, 7], SamplingParams(max_tokens=5), arrival=1))
+    output: list[int] = []
+    while engine.has_work:
+        for part in engine.step():
+            output += part.tokens
+    assert len(output) == 5 and all(0 <= token < info.vocab_size for token in output)
+    if name == "scripted":
+        assert output == [5, 6, 7, 5, 6]
+    engine.executor.check()
+    engine.close()
