@@ -272,7 +272,7 @@ def test_history_is_rebuilt_when_the_output_is_not_the_known_one() -> None:
     batch = Batch()
     batch.add("r", params, prompt=[3], output=[0, 0])
     assert batch.sample(logits) == [1]
-    batch.add("r", params, prompt=[3], output=[1])  # replaced, without having been removed
+    batch.add("r", params, prompt=[3], output=[1, 1, 1])  # replaced, without having been removed
     assert batch.sample(logits) == [0]
     batch.remove("r")
     batch.add("r", params, prompt=[3])
@@ -281,6 +281,16 @@ def test_history_is_rebuilt_when_the_output_is_not_the_known_one() -> None:
     batch.add("other", SamplingParams())
     batch.sample(logits)
     assert batch.sampler._histories == {}
+
+
+def test_id_that_comes_back_with_other_parameters() -> None:
+    logits = random_logits()
+    batch = Batch()
+    batch.add("r", SamplingParams(temperature=0))
+    batch.sample(logits)
+    batch.remove("r")
+    batch.add("r", SamplingParams(temperature=0, logit_bias={17: 100.0}))
+    assert batch.sample(logits) == [17]
 
 
 def test_logit_bias() -> None:
