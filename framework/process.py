@@ -164,6 +164,7 @@ def main() -> int:
     except _Terminated:
         return 0
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
         channel.close()
 
 

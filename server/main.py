@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import errno
 import signal
 import socket
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 DRAIN_SECONDS = 20
 """SIGTERM: how long responses that have begun may go on."""
+JOIN_SECONDS = 2.0
+"""How long the end waits for a checkpoint that is being opened."""
 INTERRUPT_SECONDS = 1
 """Ctrl-C: how long clients have to take the event that tells them."""
 
@@ -171,7 +174,7 @@ def _open(settings: Settings, plugins: Plugins) -> tuple[Checkpoint, Tokenizer]:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """As `asyncio.to_thread`, but nobody waits for the thread at exit: it may be downloading."""
+    """As `asyncio.to_thread`, but at exit nobody waits for long: the thread may be downloading."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -192,7 +195,10 @@ async def _in_thread(work: Callable[[], T]) -> T:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(finish, result, failed)
 
-    threading.Thread(target=run, daemon=True).start()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    # A thread that comes back from native code while the interpreter ends can abort the process: let it come before.
+    atexit.register(thread.join, JOIN_SECONDS)
     return await future
 
 
