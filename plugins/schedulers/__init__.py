@@ -15,8 +15,4 @@ def _fcfs() -> object:
 
 @hookimpl
 def providers() -> Iterable[Provider]:
-    return [
-        Provider(
-            "scheduler", "fcfs", _fcfs, summary="first come, first served; preempted requests return first"
-        )
-    ]
+    return [Provider("scheduler", "fcfs", _fcfs, summary="first come, first served; preempted requests return first")]
