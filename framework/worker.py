@@ -282,9 +282,10 @@ def _has_bfloat16(device: torch.device) -> bool:
     """Whether the hardware computes in bfloat16, by torch's own account of it: emulation is slower than float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # torch.cpu's names are private and come and go, so their absence means no.
-    found = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return any(check() for check in found if check is not None) or "bf16" in torch.cpu.get_capabilities()
+    # Which of these exist differs between versions of torch; what it cannot tell counts as missing.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    features = ("avx512_bf16", "amx_bf16", "bf16")
+    return any(bool(capabilities.get(f) or getattr(torch.cpu, f"_is_{f}_supported", bool)()) for f in features)
 
 
 def _name(dtype: torch.dtype) -> str:
