@@ -54,6 +54,12 @@ def test_empty_prompts(tiny_llama: Path) -> None:
         assert caught.value.field == "prompt"
 
 
+def test_a_template_that_refuses_says_why(tiny_llama_spm: Path) -> None:
+    with pytest.raises(InvalidRequest, match="Only user and assistant roles") as caught:
+        processor(tiny_llama_spm).render([{"role": "system", "content": "hello"}])
+    assert caught.value.field == "messages"
+
+
 @pytest.mark.parametrize("ids", [[-1], [5, 512], [2**63]])
 def test_ids_outside_the_vocabulary(tiny_llama: Path, ids: list[int]) -> None:
     with pytest.raises(InvalidRequest, match=rf"{ids[-1]}.*0\.\.511"):

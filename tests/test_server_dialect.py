@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from echo_engine import EchoProcess
+from framework.server import client
 from serving import Running, eventually, running
 
 from framework.settings import Settings
@@ -348,6 +349,26 @@ def test_models_version_health(server: Running) -> None:
     assert "version" in server.http.get("/version").json()
     assert server.http.get("/health").status_code == server.http.get("/ping").status_code == 200
     assert server.http.get("/openapi.json").json()["paths"]["/v1/chat/completions"]
+
+
+def test_a_silent_engine_is_unhealthy_only_while_somebody_waits(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "STALLED_AFTER", 0.1)
+
+    def healthy() -> bool:
+        return server.http.get("/health").status_code == 200
+
+    def wait() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "extra": {"hold": True}}, timeout=2)
+
+    assert healthy()  # silent, but idle
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: not healthy())
+    thread.join()
+    eventually(healthy)
 
 
 # Disconnects, ids, records
