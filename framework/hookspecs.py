@@ -170,10 +170,10 @@ class Hooks:
     ) -> Victim | None:
         """Engine, when `beneficiary` lacks blocks or a seat and all candidates together would cover it. *First result.*
 
-        Called once per victim until the shortage is covered; then they fall together. None: nobody is preempted.
-        Candidates are running requests not granted anything in this step, best-ranked first; for a waiting
-        beneficiary only those of strictly worse `level`. Default: the last candidate for a running beneficiary, None
-        for a waiting one::
+        Called once per victim until the shortage is covered; then they fall together. Candidates are running requests
+        not granted anything in this step, best-ranked first; for a waiting beneficiary only those of strictly worse
+        `level`. None leaves it to the core: the last candidate falls for a running beneficiary, nobody for a waiting
+        one::
 
             @hookimpl
             def preempt(self, candidates):
@@ -246,3 +246,4 @@ class Hooks:
 
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
+EVENTS = tuple(name for name in HOOKS if "*Event" in (getattr(Hooks, name).__doc__ or ""))

@@ -51,6 +51,7 @@ class Planner:
         self._stalled = 0
         self._granted: list[tuple[Request, Slice]] = []
         self._fallen: dict[Request, Mode] = {}
+        self._suspects: list[Request] = []  # were in two failing steps: each runs alone until it has shown which it was
         self._dropped: list[str] = []  # finished since the last plan: the executor may forget them
         self.starved: Request | None = None  # a lone request that the pool cannot hold: to be ended by the engine
 
@@ -88,14 +89,16 @@ class Planner:
             self.forced += 1
             self.policy.stalled(MAX_STALLED)
             ranking: Ranking = [*default_order(view.running), *((r, None) for r in view.waiting)]
+        elif suspect := next((r for r in self._suspects if r.failures and r.status is not Status.FINISHED), None):
+            ranking = [(suspect, None), *((r, 0) for r in view.running if r is not suspect)]
         else:
-            budget = Budget(self.limits.tokens, max(0, self.limits.seats - len(view.running)))
-            ranking = self.policy.rank(view, budget)
+            ranking = self.policy.rank(view, Budget(self.limits.tokens, max(0, self.limits.seats - len(view.running))))
         ranked = self._ns()
         new = self._walk(ranking)
         self.stages[:0] = [("admission", start, ranked), ("kv_allocation", ranked, self._ns())]
         self.policy.step_over()
         self._stalled = 0 if self._granted else self._stalled + 1
+        self._suspects = self._suspects if self._granted else []
         preempted = tuple(Preempted(r.id, mode) for r, mode in self._fallen.items())
         for request in self._fallen:
             view.queued.add(request)
@@ -275,8 +278,8 @@ class Planner:
     def fail(self, plan: Plan) -> list[Request]:
         """The step raised: release everything running and whatever the plan swapped out, to be computed again.
 
-        Older swaps and published blocks survive. Returns the requests whose third failure this is:
-        the caller ends them.
+        Older swaps and published blocks survive. Who was in two failing steps runs alone next, so that one request
+        cannot take others along. Returns those whose third failure this is: the caller ends them.
         """
         touched = [r for r, _ in self._granted]
         swapped = [r for r, mode in self._fallen.items() if mode is Mode.SWAP]
@@ -290,6 +293,8 @@ class Planner:
             request.computed = 0
             request.drafts = 0
         self._granted = []
+        self._dropped[:0] = plan.finished  # the executor may not have come to them
         for request in touched:
             request.failures += 1
+        self._suspects = [r for r in touched if r.failures == 2]
         return [r for r in touched if r.failures >= 3]

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from .defaults import Defaults
 from .errors import ConfigError, FrameworkError, PluginError
-from .hookspecs import HOOKS, PROJECT, Hooks
+from .hookspecs import EVENTS, HOOKS, PROJECT, Hooks
 from .settings import Settings
 from .types import Provider
 
@@ -71,6 +71,9 @@ class Plugins:
             impl = getattr(plugin, hook, None)
             if impl is None or not getattr(impl, f"{PROJECT}_impl", None):
                 continue
+            options = getattr(impl, f"{PROJECT}_impl")
+            if hook in EVENTS and (options["wrapper"] or options["hookwrapper"]):
+                raise PluginError(f"plugin {name!r}: {hook!r} is an event: implement it without a wrapper", name)
             for parameter in inspect.signature(impl).parameters.values():
                 if parameter.default is not inspect.Parameter.empty:
                     raise PluginError(

@@ -140,6 +140,18 @@ def test_a_request_that_fails_in_its_second_chunk_ends_too() -> None:
     assert h.reasons == {"bad": "error"}
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_one_that_fails_every_step_takes_nobody_along(when: Any) -> None:
+    """After two failing steps each of their requests runs alone: only the one at fault fails a third time."""
+    h = Harness(fail=lambda plan: when if any(s.request_id == "bad" for s in plan.slices) else None)
+    for id in ("a", "bad", "c", "d"):
+        h.add(id, 6)
+    h.run(40)
+    assert h.reasons == {"a": "length", "bad": "error", "c": "length", "d": "length"}
+    assert all(h.outputs[id] == h.alone(id) for id in "acd")
+    assert h.engine.stats().failed_steps == 3
+
+
 def test_who_waits_is_not_touched_by_a_failed_step() -> None:
     h = Harness(seats=1, fail=lambda plan: "before" if any(s.request_id == "bad" for s in plan.slices) else None)
     h.add("bad", 4)
