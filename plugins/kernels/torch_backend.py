@@ -162,7 +162,7 @@ class TorchBackend(ReferenceBackend):
 
 def _onednn(weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies by this weight faster than torch's own product does."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

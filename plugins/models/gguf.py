@@ -52,7 +52,7 @@ class GGUFCheckpoint(Checkpoint):
             raise ModelError(
                 f"--model {path}: one of {meta['split.count']} parts; join them with `llama-gguf-split --merge`"
             )
-        self._arch = meta.get("general.architecture")
+        self._arch = str(meta.get("general.architecture"))
         if self._arch not in _ARCHITECTURES:
             raise ModelError(
                 f"--model {path}: GGUF architecture {self._arch!r} is not supported; supported: "

@@ -244,7 +244,7 @@ class Llama(Model):
         x, residual = ops.embed(tokens, self._embed), None
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual = ops.add_rmsnorm(x, residual, layer.input_norm, eps)
-            q, k, v = (y.unflatten(-1, (-1, head_dim)) for y in ops.qkv(x, layer.qkv, self._sizes))
+            q, k, v = (y.view(y.shape[0], -1, head_dim) for y in ops.qkv(x, layer.qkv, self._sizes))
             if layer.q_norm is not None:
                 q, _ = ops.add_rmsnorm(q, None, layer.q_norm, eps)
                 k, _ = ops.add_rmsnorm(k, None, layer.k_norm, eps)

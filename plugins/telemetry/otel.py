@@ -19,14 +19,17 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import RandomIdGenerator, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from framework import ConfigError, Plan, Request, ResponseRecord, StepResult, Timings, __version__, hookimpl
 
 if TYPE_CHECKING:
+    from opentelemetry.util.types import AttributeValue
+
     from framework.settings import Settings
 
     from . import OtelOptions
@@ -57,7 +60,7 @@ class Otel:
         self._traces: dict[str, str] = {}  # traceparent by request id, for the links of steps
         self._ended: list[str] = []  # requests that no step after the current one has
         self._ids = _PresetIds()
-        resource = {
+        resource: dict[str, AttributeValue] = {
             "service.name": os.environ.get("OTEL_SERVICE_NAME", "framework"),
             "service.version": __version__,
             "process.pid": os.getpid(),
