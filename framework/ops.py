@@ -60,7 +60,11 @@ class ReferenceBackend(KernelBackend):
         shape = (blocks, *self._page(group, block_size))
 
         def pages() -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            if device.type != "cpu":
+                return torch.zeros(shape, dtype=dtype, device=device)
+            # numpy asks for zeroed memory, which the system gives page by page as it is touched; torch.zeros writes
+            # it all, seconds for a large pool.
+            return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
         return [Pages(pages(), pages()) for _ in range(group.layers)]
 
