@@ -165,3 +165,57 @@ def test_logprobs(model: tuple[str, Path], folder: Path) -> None:
                 assert abs(entry.logprob - expected) < 1e-4
                 assert entry.rank == 1
                 assert entry.top[0] == (entry.token, entry.logprob)
+
+
+DEMO_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def demo_references(demo_model: Path) -> list[Reference]:
+    import transformers
+
+    from framework.checkpoint import open_checkpoint
+    from framework.registry import load_plugins
+    from framework.settings import Settings
+
+    checkpoint = open_checkpoint(Settings(model=str(demo_model)), load_plugins())
+    config = {k: v for k, v in checkpoint.config.items() if k not in ("architectures", "model_type", "dtype")}
+    torch.set_num_threads(2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).float().eval()
+    weights = {name: tensor.float() for name, tensor in checkpoint.tensors()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights)
+    tokenizer = checkpoint.tokenizer()
+    prompts = [tokenizer.encode(text) for text in _texts()]
+    return [reference(model, prompt, DEMO_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["alone", "whole", "chunks of 1", "chunks of 7", "chunks of 16", "budget 40"])
+def test_demo(demo_model: Path, demo_references: list[Reference], case: str) -> None:
+    """The demo weights in float32: a real model, whose best logits are often close."""
+    flags: dict[str, Any] = {"threads": 2}
+    if case.startswith("chunks"):
+        flags |= {"scheduler": "chunked", "scheduler_opt": {"size": int(case.split()[-1])}}
+        flags["plugins"] = [("chunked", Chunked())]
+    if case == "budget 40":
+        flags["max_num_batched_tokens"] = 40
+    refs = demo_references[:4] if case == "alone" else demo_references
+    prompts = [ref.prompt for ref in refs]
+    with _engine(demo_model, **flags) as llm:
+        if case == "alone":
+            outputs = [greedy(llm, [prompt], DEMO_TOKENS)[0] for prompt in prompts]
+        else:
+            outputs = greedy(llm, prompts, DEMO_TOKENS, seed=1)
+        assert_equal(refs, outputs, lambda prompt, count: greedy(llm, [prompt], count)[0])
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=0)
+        for ref, output in zip(refs[:8], llm.generate(prompts[:8], params), strict=True):
+            if output.token_ids == ref.tokens[:1]:
+                assert abs(output.logprobs[0].logprob - ref.logprobs[0]) < 1e-4
+
+
+def _texts() -> list[str]:
+    """32 prompts of 3 to about 25 tokens."""
+    from checkpoints import CORPUS
+
+    return [" ".join(CORPUS[i % len(CORPUS)].split(" ")[: 2 + i // 2]) for i in range(32)]

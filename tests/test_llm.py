@@ -1,0 +1,126 @@
+"""The Python API, and the standing property: a request gives the same tokens alone, batched, chunked, preempted and
+streamed, greedy or seeded; afterwards the pool is empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework import LLM, InvalidRequest, Rejected, SamplingParams
+from framework.messages import EngineStats
+
+PROMPTS = ["Once upon a time", "def main(argv):", "Was ist das?", "A request waits", "In 1984", "漢字"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = [
+    SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=24, ignore_eos=True, repetition_penalty=1.1)
+    for i in range(len(PROMPTS))
+]
+
+
+def engine(path: Path, **flags: Any) -> LLM:
+    return LLM(str(path), **{"dtype": "float32", "kv_blocks": 256, "threads": 1, **flags})
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> Iterator[LLM]:
+    with engine(tiny_llama) as llm:
+        yield llm
+
+
+def assert_idle(stats: EngineStats) -> None:
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert (stats.kv_holding, stats.kv_reserved, stats.kv_swapped, stats.kv_tokens) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("params", [[GREEDY] * len(PROMPTS), SEEDED], ids=["greedy", "seeded"])
+def test_the_standing_property(llm: LLM, tiny_llama: Path, params: list[SamplingParams]) -> None:
+    alone = [llm.generate(prompt, one)[0] for prompt, one in zip(PROMPTS, params, strict=True)]
+    assert len({tuple(output.token_ids) for output in alone}) > 1
+    assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in alone]
+    for output, prompt, one in zip(alone, PROMPTS, params, strict=True):
+        assert "".join(llm.stream(prompt, one)) == output.text
+    assert_idle(llm.engine.stats())
+    # 12 blocks of 4 tokens hold less than two whole requests: they preempt one another again and again.
+    tight = {"kv_blocks": 14, "block_size": 4, "max_model_len": 56}
+    for flags in ({"max_num_batched_tokens": 5}, {"max_num_seqs": 2}, tight, {**tight, "max_num_batched_tokens": 3}):
+        with engine(tiny_llama, **flags) as other:
+            outputs = other.generate(PROMPTS, params)
+            assert [o.token_ids for o in outputs] == [o.token_ids for o in alone], flags
+            assert [o.text for o in outputs] == [o.text for o in alone]
+            stats = other.engine.stats()
+            assert_idle(stats)
+            other.engine.kv.check_integrity()
+            assert (stats.preemptions_recompute > 0) == ("kv_blocks" in flags)
+            assert stats.plugin_faults == {} and other.engine.planner.forced == 0
+
+
+def test_streams_may_be_interleaved_and_left(llm: LLM) -> None:
+    whole = [output.text for output in llm.generate(PROMPTS[:2], GREEDY)]
+    first, second = (llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2])
+    pieces = list(zip_longest(first, second, fillvalue=""))
+    assert len(pieces) > 10
+    assert ["".join(texts) for texts in zip(*pieces, strict=True)] == whole
+    left = llm.stream(PROMPTS[2], GREEDY)
+    next(left)
+    assert llm.engine.stats().running == 1
+    left.close()  # type: ignore[attr-defined]
+    assert_idle(llm.engine.stats())
+
+
+def test_a_stop_string_ends_a_request_in_the_engine_too(llm: LLM) -> None:
+    text = llm.generate(PROMPTS[0], GREEDY)[0].text
+    stop = text[5:8]
+    output = llm.generate(PROMPTS[0], {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "stop": (stop,)})[0]
+    assert output.text == text[: text.index(stop)]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.times is not None and output.times.finished >= output.times.first_token > 0
+    assert_idle(llm.engine.stats())
+
+
+def test_chat_uses_the_template_once(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    output = llm.chat(messages, GREEDY)[0]
+    rendered = llm.tokenizer.render(messages)
+    assert output.prompt_token_ids == llm.tokenizer.encode(rendered, add_special_tokens=False)
+    assert output.text == "".join(llm.stream(messages, GREEDY))
+    assert [o.text for o in llm.chat([messages, messages], GREEDY)] == [output.text] * 2
+
+
+def test_logprobs_come_with_the_tokens(llm: LLM) -> None:
+    output = llm.generate(PROMPTS[0], {"temperature": 0.0, "max_tokens": 5, "logprobs": 2})[0]
+    assert [entry.token for entry in output.logprobs] == output.token_ids
+    assert all(len(entry.top) == 2 and entry.rank == 1 for entry in output.logprobs)
+
+
+def test_bad_requests_name_the_field_and_harm_nobody(llm: LLM) -> None:
+    for prompt, params, field in (
+        ("", None, "prompt"),
+        ([10**6], None, "prompt"),
+        ("x", {"temperature": -1.0}, "temperature"),
+        ("x", {"max_tokens": 10**6}, "max_tokens"),
+        ("x", {"logit_bias": {10**6: 1.0}}, "logit_bias"),
+    ):
+        with pytest.raises(InvalidRequest, match=field) as caught:
+            llm.generate(prompt, params)
+        assert caught.value.field == field
+    assert_idle(llm.engine.stats())
+    assert len(llm.generate("x", GREEDY)[0].token_ids) == 24
+
+
+def test_a_refusal_is_an_exception(tiny_llama: Path) -> None:
+    from framework import Reject, Request, hookimpl
+
+    class Closed:
+        @hookimpl
+        def accept(self, request: Request) -> Reject:
+            return Reject("closed", retry_after=3.0)
+
+    with engine(tiny_llama, plugins=[("closed", Closed())]) as closed:
+        with pytest.raises(Rejected, match="closed") as caught:
+            closed.generate("x", GREEDY)
+        assert (caught.value.status, caught.value.retry_after) == (429, 3.0)
+        assert_idle(closed.engine.stats())
