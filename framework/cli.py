@@ -64,7 +64,7 @@ def _serve(settings: Settings) -> None:
     from .terminal import TerminalUI
 
     _warn()
-    plugins = load_plugins(settings)
+    plugins = load_plugins()
     (frontend,) = entry_points(group=FRONTENDS, name="http")
     with TerminalUI() as ui:
         code = frontend.load()(settings, plugins, ui)
@@ -90,6 +90,7 @@ def _generate(
 ) -> None:
     """Generate once and print the text as it comes."""
     from .llm import LLM
+    from .log import configure
     from .terminal import TerminalUI
     from .types import SamplingParams
 
@@ -100,6 +101,7 @@ def _generate(
     if "seed" in settings.model_fields_set:
         given["seed"] = settings.seed
     SamplingParams(**given).check(vocab_size=2**31)  # before anything is loaded
+    configure(settings.log_level, settings.log_format, process="generate")
     with TerminalUI() as ui, LLM(settings=settings, progress=ui.progress) as llm:
         ui.close()
         if chat is None:
@@ -110,7 +112,7 @@ def _generate(
     sys.stdout.write("\n")
 
 
-app.command("generate")(reported()(with_settings(_generate, without=("Server",))))
+app.command("generate")(reported()(with_settings(_generate, without=("Server", "Tracing"))))
 
 
 def _warn() -> None:

@@ -1,7 +1,8 @@
 """Logs: structlog over the standard library, one renderer for our lines and for those of other packages.
 
 `get_logger` works before and without `configure`: lines are then ordinary records of the `logging` module, as
-a program that embeds the framework expects. `configure` is for processes that the framework owns.
+a program that embeds the framework expects, and read "event field=value". `configure` is for processes that the
+framework owns.
 
 Bind what every line of a request shall carry with `structlog.contextvars.bind_contextvars(request_id=...)`.
 """
@@ -26,6 +27,22 @@ _OWN_HANDLERS = ("huggingface_hub", "transformers")
 
 class _Handler(logging.StreamHandler[TextIO]):
     """The one handler of `configure`: found again by its type when `configure` is called again."""
+
+
+class _Event(dict[str, Any]):
+    """What one call said, as the message of a `logging` record: our formatter renders fields, any other its text."""
+
+    def __str__(self) -> str:
+        fields = {key: value for key, value in self.items() if key not in ("event", "logger", "level", "exc_info")}
+        lines = [" ".join([str(self["event"]), *(f"{key}={value!r}" for key, value in fields.items())])]
+        if self.get("exc_info"):
+            told = structlog.processors.format_exc_info(None, "", {"exc_info": self["exc_info"]})
+            lines.append(str(told.get("exception", "")))
+        return "\n".join(lines).rstrip()
+
+
+def _as_event(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
+    return _Event(event)
 
 
 class _Routed(logging.Logger):
@@ -54,6 +71,7 @@ _OURS: tuple[Processor, ...] = (
     structlog.stdlib.filter_by_level,
     *_SHARED,
     structlog.stdlib.PositionalArgumentsFormatter(),
+    _as_event,
     structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
 )
 
@@ -68,7 +86,7 @@ def configure(level: str = "info", format: str = "auto", stream: TextIO | None =
     """Send all logs of this process to `stream` (default: stderr). May be called again.
 
     `level`: debug, info, warning, error. `format`: "json", one object per line, or "text" ("auto" is text),
-    coloured on a terminal only. `process` ("server", "engine") names the process on each line when `format`
+    coloured on a terminal only. `process` ("server", "engine", "generate") names the process on each line when `format`
     is json or `level` is debug. Start uvicorn with `log_config=None`, or it replaces what is set up here.
     """
     stream = stream if stream is not None else sys.stderr

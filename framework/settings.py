@@ -123,10 +123,10 @@ class Settings(BaseSettings):
     strict_plugins: bool = setting(False, "Plugins", "Stop the engine at the first fault of a policy.")
 
     otlp_endpoint: str | None = setting(
-        None, "Telemetry", "Export OpenTelemetry traces to this OTLP/HTTP URL; unset: no tracing, no cost."
+        None, "Tracing", "Export OpenTelemetry traces to this OTLP/HTTP URL; unset: no tracing, no cost."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Telemetry", "Least severe log line.")
-    log_format: Literal["auto", "text", "json"] = setting("auto", "Telemetry", "How log lines look; auto: text.")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Logs", "Least severe log line.")
+    log_format: Literal["auto", "text", "json"] = setting("auto", "Logs", "How log lines look; auto: text.")
 
     @field_validator("kv_memory")
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,14 @@ def demo_model() -> Path:
     from framework.checkpoint import demo_weights
 
     return demo_weights()
+
+
+@pytest.fixture
+def logging_restored() -> Iterator[None]:
+    """For tests that set up the logs of their own process."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    logging.captureWarnings(False)
+    root.setLevel(level)
+    root.handlers[:] = handlers

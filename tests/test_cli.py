@@ -21,6 +21,7 @@ from framework.messages import EngineInfo
 from framework.settings import Settings
 from framework.terminal import TerminalUI, banner, curl
 
+pytestmark = pytest.mark.usefixtures("logging_restored")
 WIDE = {"COLUMNS": "400", "NO_COLOR": "1"}
 
 
@@ -60,8 +61,8 @@ def test_help_is_grouped_and_complete(command: str) -> None:
     text = run(command, "--help").output
     places = []
     for panel, options in panels():
-        if (command, panel) == ("generate", "Server"):
-            assert "--port" not in text
+        if command == "generate" and panel in ("Server", "Tracing"):  # no HTTP, no requests to trace
+            assert not [option.name for option in options if f"{option.name} " in text]
             continue
         places.append(text.index(f" {panel} ─"))
         for option in options:
@@ -251,6 +252,24 @@ def test_generate_prints_what_the_api_generates(tiny_llama: Path) -> None:
     assert run("generate", "-", "--raw", "--temperature", "0", *line, input="hello\n").stdout == f"{raw.text}\n"
     drawn = run("generate", "hello", "--raw", "--temperature", "1.5", "--seed", "7", *line)
     assert drawn.stdout == f"{seeded.text}\n" and drawn.exit_code == 0
+
+
+def test_generate_logs_as_it_is_told(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faulty:
+        @framework.hookimpl
+        def request_done(self) -> None:
+            raise ValueError("full disk")
+
+    load = registry.load_plugins
+    monkeypatch.setattr("framework.llm.load_plugins", lambda extra: load([("faulty", Faulty())]))
+    line = ["generate", "hello", "--model", str(tiny_llama), "--kv-blocks", "8", "--max-tokens", "2"]
+    told = [row for row in run(*line, "--log-format", "json").stderr.splitlines() if row.startswith("{")]
+    (entry,) = map(json.loads, told)
+    assert (entry["event"], entry["plugin"], entry["process"]) == ("plugin failed", "faulty", "generate")
+    text = run(*line).stderr
+    assert "plugin failed" in text and "plugin=faulty" in text and "{'" not in text
+    monkeypatch.setattr(Faulty, "request_done", framework.hookimpl(lambda self: None))
+    assert run(*line, "--log-level", "error").stderr == "load weights ...\nwarm up ...\n"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import structlog
@@ -16,14 +15,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture(autouse=True)
-def restore() -> Iterator[None]:
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    yield
-    logging.captureWarnings(False)
-    root.setLevel(level)
-    root.handlers[:] = handlers
+pytestmark = pytest.mark.usefixtures("logging_restored")
 
 
 def configured(level: str = "info", format: str = "json", process: str = "server") -> io.StringIO:
@@ -132,6 +124,28 @@ def test_a_logger_made_before_configure_follows_it() -> None:
     logger.info("hidden")
     logger.warning("shown")
     assert [line["event"] for line in objects(stream)] == ["shown"]
+
+
+UNCONFIGURED = """
+import logging
+from framework.log import get_logger
+log = get_logger("framework.engine")
+log.info("hidden")
+log.warning("request %s ended", "a", tokens=3)
+try:
+    raise ValueError("bad value")
+except ValueError as error:
+    log.error("step failed", step=7, exc_info=error)
+logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
+log.warning("once more", why="a reason")
+"""
+
+
+def test_lines_read_well_in_a_program_that_configured_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", UNCONFIGURED], capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert lines[:3] == ["request a ended tokens=3", "step failed step=7", "Traceback (most recent call last):"]
+    assert lines[-2:] == ["ValueError: bad value", "WARNING framework.engine once more why='a reason'"]
 
 
 LIBRARY = """
