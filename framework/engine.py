@@ -42,6 +42,7 @@ class Engine:
         self.steps = 0
         self._failed_steps = 0
         self._generated = 0
+        self._closing = False
         self._notify("started", engine=self)
 
     # Arrivals and departures
@@ -82,15 +83,17 @@ class Engine:
             request.finish_reason = "rejected"
             self._done(request)
             return [_refusal(request.id, refused.reason, refused.status, refused.retry_after)]
-        self.requests[request.id] = request
         self._notify("arrived", request=request, view=self.planner.view)  # may set its level, which orders queues
         self._check_level(request)
+        self.requests[request.id] = request
         self.planner.add(request)
         return []
 
     def _accept(self, request: Request) -> Reject | None:
         try:
             refused: Reject | None = self.plugins.hook.accept(request=request, view=self.planner.view)
+            if not isinstance(refused, Reject | None):
+                raise TypeError(f"accept must answer Reject or None, got {refused!r}")
             return refused
         except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; it fails this request, counted and named
             plugin = self.plugins.blame("accept", exc)
@@ -207,14 +210,19 @@ class Engine:
         self.plugins.notify(hook, self._fault, **arguments)
 
     def _fault(self, plugin: str, hook: str, exc: Exception) -> None:
-        self._count(plugin)
-        log.error("plugin failed", plugin=plugin, hook=hook, error=f"{type(exc).__name__}: {exc}", exc_info=exc)
-        if self.planner.limits.strict:
+        times = self._count(plugin)
+        if (
+            times & (times - 1) == 0
+        ):  # the 1st, 2nd, 4th, 8th time: a plugin that fails every step must not flood the log
+            error = f"{type(exc).__name__}: {exc}"
+            log.error("plugin failed", plugin=plugin, hook=hook, error=error, times=times, exc_info=exc)
+        if self.planner.limits.strict and not self._closing:
             raise PluginError(f"plugin {plugin!r} failed in {hook}: {type(exc).__name__}: {exc}", plugin) from exc
 
-    def _count(self, plugin: str) -> None:
+    def _count(self, plugin: str) -> int:
         faults = self.planner.policy.faults
         faults[plugin] = faults.get(plugin, 0) + 1
+        return faults[plugin]
 
     def stats(self) -> EngineStats:
         planner, usage = self.planner, self.kv.usage()
@@ -238,6 +246,7 @@ class Engine:
 
     def close(self) -> None:
         """Abort what is left, tell plugins, stop the executor."""
+        self._closing = True
         self.abort(list(self.requests))
         self._notify("stopping", engine=self)
         self.executor.stop()

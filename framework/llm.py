@@ -69,7 +69,7 @@ class LLM:
         if model is not None:
             flags["model"] = str(model)
         self.settings = settings or Settings.load(None, **flags)
-        loaded = load_plugins(self.settings, plugins)
+        loaded = load_plugins(plugins)
         loaded.activate(self.settings, engine=True)
         self.checkpoint = checkpoint = open_checkpoint(self.settings, loaded)
         self.tokenizer = checkpoint.tokenizer()

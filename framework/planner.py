@@ -19,8 +19,7 @@ from .registry import Plugins
 from .types import Budget, Mode, Request, Shortage, Status, Victim
 from .view import LiveView
 
-MAX_STALLED = 8
-"""Steps without a slice, while work exists, after which the core ranks one step itself."""
+MAX_STALLED = 8  # steps without a slice, while work exists, after which the core ranks one step itself
 
 
 class Limits(NamedTuple):
@@ -51,6 +50,7 @@ class Planner:
         self._stalled = 0
         self._granted: list[tuple[Request, Slice]] = []
         self._fallen: dict[Request, Mode] = {}
+        self._submitted: dict[int, tuple[list[tuple[Request, Slice]], dict[Request, Mode]]] = {}  # both, by step
         self._suspects: list[Request] = []  # were in two failing steps: each runs alone until it has shown which it was
         self._dropped: list[str] = []  # finished since the last plan: the executor may forget them
         self.starved: Request | None = None  # a lone request that the pool cannot hold: to be ended by the engine
@@ -83,8 +83,7 @@ class Planner:
         if not view.running and not view.queued:
             self._stalled = 0
             return None
-        start = self._ns()
-        self.stages = []
+        start, self.stages = self._ns(), []
         if self._stalled >= MAX_STALLED:
             self.forced += 1
             self.policy.stalled(MAX_STALLED)
@@ -105,6 +104,7 @@ class Planner:
         copies = self.kv.drain()
         if not (self._granted or copies or preempted):
             return None
+        self._submitted[self._step] = self._granted, self._fallen
         finished, self._dropped = tuple(self._dropped), []
         return Plan(self._step, tuple(new), tuple(s for _, s in self._granted), copies, preempted, finished)
 
@@ -123,9 +123,9 @@ class Planner:
                 count = known if known <= left else left
                 if tokens is not None and tokens < count:
                     count = tokens
-                reservation = kv.reserve(request, request.computed + count)
+                upto = request.computed + count
+                reservation = kv.reserve(request, upto)
                 if reservation is None:
-                    upto = request.computed + count
                     if not self._preempt(ranking, request, upto, started):
                         self._starve(request, started)
                         continue
@@ -133,6 +133,7 @@ class Planner:
                     reservation = kv.reserve(request, upto)
                     assert reservation is not None, "the KV cache said that the blocks fit"
                 deltas = reservation.deltas
+                count = min(count, reservation.length - request.computed)
             elif closed:
                 continue
             else:
@@ -142,7 +143,7 @@ class Planner:
                     self._starve(request, started)
                     continue
                 request.computed, deltas = admitted.start, admitted.deltas
-                count = min(request.num_tokens - request.computed, left)
+                count = min(left, min(request.num_tokens, admitted.length) - request.computed)
                 if tokens is not None:
                     count = min(count, tokens)
                 request.admitted_at = view.now if request.admitted_at is None else request.admitted_at
@@ -244,7 +245,7 @@ class Planner:
         publish = self.kv.publish
         tokens_of = result.tokens
         produced: list[tuple[Request, int, tuple[int, ...]]] = []
-        for request, part in self._granted:
+        for request, part in self._submitted.pop(plan.step)[0]:
             if request.status is Status.FINISHED:  # aborted while its step was running
                 continue
             request.computed = end = part.start + part.tokens
@@ -262,7 +263,6 @@ class Planner:
                         break
                 produced.append((request, index, tokens))
                 request.failures = 0  # not before: who fails in a later chunk computes the first ones again and again
-        self._granted = []
         return produced
 
     @staticmethod
@@ -281,8 +281,9 @@ class Planner:
         Older swaps and published blocks survive. Who was in two failing steps runs alone next, so that one request
         cannot take others along. Returns those whose third failure this is: the caller ends them.
         """
-        touched = [r for r, _ in self._granted]
-        swapped = [r for r, mode in self._fallen.items() if mode is Mode.SWAP]
+        granted, fallen = self._submitted.pop(plan.step)
+        touched = [r for r, _ in granted]
+        swapped = [r for r, mode in fallen.items() if mode is Mode.SWAP]
         for request in [*self.view.running, *swapped]:
             if request.status is Status.RUNNING:
                 self.view.running.remove(request)
@@ -292,7 +293,6 @@ class Planner:
             self.kv.release(request)
             request.computed = 0
             request.drafts = 0
-        self._granted = []
         self._dropped[:0] = plan.finished  # the executor may not have come to them
         for request in touched:
             request.failures += 1

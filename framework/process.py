@@ -30,6 +30,10 @@ IDLE_POLL_MS = 10
 """How soon a policy that let nothing run is asked again while requests wait."""
 
 
+CHECK_MS = 1000
+"""How often an idle engine looks whether its executor is alive."""
+
+
 class EngineProcess:
     """A spawned engine process. The caller binds a PAIR socket to `address` and reads `FromEngine` messages."""
 
@@ -119,10 +123,12 @@ def run(engine: Engine, channel: Channel) -> None:
         before = engine.steps
         if engine.has_work:
             outputs += engine.step()
+        else:
+            engine.executor.check()
         stepped = engine.steps != before
         if outputs or stepped:
             channel.send(Outputs(outputs, engine.stats(), engine.clock.ns()))
-        wait = None if not engine.has_work else 0 if stepped else IDLE_POLL_MS
+        wait = CHECK_MS if not engine.has_work else 0 if stepped else IDLE_POLL_MS
 
 
 def _read_exactly(size: int) -> bytes:

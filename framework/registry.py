@@ -49,7 +49,14 @@ class Plugins:
         impl = getattr(plugin, "providers", None)
         if impl is None or not getattr(impl, f"{PROJECT}_impl", None):
             return
-        for provider in impl():
+        try:
+            provided = list(impl())
+        except Exception as exc:  # whatever a plugin raises: the user has to know whose it was
+            message = f"plugin {name!r}: providers() failed: {type(exc).__name__}: {exc}"
+            raise PluginError(f"{message}; fix or uninstall {distribution or name}", name) from exc
+        for provider in provided:
+            if not isinstance(provider, Provider):
+                raise PluginError(f"plugin {name!r}: providers() gave {provider!r}, which is no Provider", name)
             key = (provider.kind, provider.name)
             if provider.api != API:
                 raise PluginError(
@@ -194,6 +201,16 @@ class Plugins:
         """Registered plugin objects of a class."""
         return [p for p in self._pm.get_plugins() if isinstance(p, kind)]
 
+    def call(self, hook: str, **arguments: Any) -> Any:
+        """Call a hook; what a plugin raises becomes a `PluginError` that names it, errors for the user stay."""
+        try:
+            return getattr(self.hook, hook)(**arguments)
+        except FrameworkError:
+            raise
+        except Exception as exc:  # anything a plugin can raise: named, for whoever has to answer for the call
+            plugin = self.blame(hook, exc)
+            raise PluginError(f"plugin {plugin!r}: {hook}: {type(exc).__name__}: {exc}", plugin) from exc
+
     def notify(self, hook: str, on_fault: Callable[[str, str, Exception], None], **arguments: Any) -> None:
         """Call every implementation of an event hook, each on its own: one that raises harms no other.
 
@@ -206,7 +223,7 @@ class Plugins:
                 on_fault(str(impl.plugin_name), hook, exc)
 
     def blame(self, hook: str, exc: BaseException) -> str:
-        """Name of the plugin in whose code a call of `hook` failed."""
+        """Name of the plugin in whose code a call of `hook` failed; all that have the hook if it cannot be told."""
         impls = [i for i in getattr(self.hook, hook).get_hookimpls() if not isinstance(i.plugin, Defaults)]
         files = {i.function.__code__.co_filename: i.plugin_name for i in impls if hasattr(i.function, "__code__")}
         tb: TracebackType | None = exc.__traceback__
@@ -218,10 +235,10 @@ class Plugins:
             if code.co_filename in files:  # a generator's frame, or a helper beside the hook
                 return str(files[code.co_filename])
             tb = tb.tb_next
-        return str(impls[-1].plugin_name) if impls else "core"
+        return ", ".join(str(i.plugin_name) for i in impls if not (i.wrapper or i.hookwrapper)) or "core"
 
 
-def load_plugins(settings: Settings | None = None, extra: Iterable[tuple[str, object]] = ()) -> Plugins:
+def load_plugins(extra: Iterable[tuple[str, object]] = ()) -> Plugins:
     """Load every installed plugin, and those of `extra` (name, object), in a fresh `Plugins`.
 
     Nothing is active yet but providers and the core's defaults: see `Plugins.activate`.

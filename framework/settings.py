@@ -26,6 +26,7 @@ from pydantic_settings import (
 from .errors import ConfigError
 
 ENV_PREFIX = "FRAMEWORK_"
+DEFAULT_KV_MEMORY = "0.3"
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
@@ -96,8 +97,11 @@ class Settings(BaseSettings):
     kv: str = setting("paged", "KV cache", "KV cache provider.")
     kv_opt: dict[str, Any] = setting({}, "KV cache", "Option of the KV cache, key=value; repeatable.")
     block_size: Annotated[int, Field(ge=1)] = setting(16, "KV cache", "Tokens per KV block.")
-    kv_memory: str = setting(
-        "0.3", "KV cache", "Size of the pool: 2GiB, 512MB, or a fraction of the device's free memory (0.3)."
+    kv_memory: str | None = setting(
+        None,
+        "KV cache",
+        f"Size of the pool: 2GiB, 512MB, or a fraction of the device's free memory. Default: {DEFAULT_KV_MEMORY}, "
+        "or less where --max-num-seqs requests of full length need less.",
     )
     kv_blocks: Annotated[int | None, Field(ge=1)] = setting(
         None, "KV cache", "Exact number of blocks in the pool; overrides --kv-memory."
@@ -130,8 +134,9 @@ class Settings(BaseSettings):
 
     @field_validator("kv_memory")
     @classmethod
-    def _kv_memory(cls, value: str) -> str:
-        parse_memory(value)
+    def _kv_memory(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_memory(value)
         return value
 
     @classmethod

@@ -36,10 +36,10 @@ def build_engine(
     checkpoint = checkpoint or open_checkpoint(settings, plugins)
     for plugin in plugins.active(Defaults):
         plugin.checkpoint = checkpoint
-    executor = plugins.hook.executor(settings=settings)
+    executor = plugins.call("executor", settings=settings)
     try:
         capacity = executor.start(progress)
-        kv: KVCache = plugins.hook.kv_cache(settings=settings, cache_spec=executor.cache_spec, capacity=capacity)
+        kv: KVCache = plugins.call("kv_cache", settings=settings, cache_spec=executor.cache_spec, capacity=capacity)
         spec = executor.spec
         max_model_len, reason = _max_model_len(settings, kv, spec.max_model_len)
         blocks = kv.usage().total

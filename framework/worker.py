@@ -20,7 +20,7 @@ from .kv import Capacity
 from .model import Checkpoint, Model
 from .plan import Copy, Logprobs, Plan, StepResult
 from .registry import Plugins
-from .settings import Settings, parse_memory
+from .settings import DEFAULT_KV_MEMORY, Settings, parse_memory
 
 Inputs = tuple[torch.Tensor, torch.Tensor, Meta]
 
@@ -61,10 +61,10 @@ class TorchExecutor(Executor):
         self.spec = model_class(self.plugins, settings, architecture).spec(config)
         dtype = resolve_dtype(settings.dtype, self.device)
         self.dtype_name = _name(dtype)
-        hook, known = self.plugins.hook, {"dtype": dtype, "device": self.device}
-        self.backend = hook.kernel_backend(settings=settings, spec=self.spec, **known)
+        call, known = self.plugins.call, {"dtype": dtype, "device": self.device}
+        self.backend = call("kernel_backend", settings=settings, spec=self.spec, **known)
         self.backend_name = self.backend.name
-        self.model = hook.model(settings=settings, spec=self.spec, backend=self.backend, **known)
+        self.model = call("model", settings=settings, spec=self.spec, backend=self.backend, **known)
         assert self.model is not None
         loaded, total = itertools.count(1), max(1, self.checkpoint.num_tensors)
         progress("load weights", 0.0)
@@ -92,7 +92,8 @@ class TorchExecutor(Executor):
         if settings.kv_blocks is not None:
             blocks, field = settings.kv_blocks, f"--kv-blocks {settings.kv_blocks}"
         else:
-            amount, field = parse_memory(settings.kv_memory), f"--kv-memory {settings.kv_memory}"
+            memory = settings.kv_memory or DEFAULT_KV_MEMORY
+            amount, field = parse_memory(memory), f"--kv-memory {memory}"
             budget = int(amount * free) if isinstance(amount, float) else amount
             blocks = budget // block_bytes
             if blocks < 1:
@@ -100,8 +101,9 @@ class TorchExecutor(Executor):
                     f"{field}: {machine.size(budget)} do not hold one KV block of {block_size} tokens "
                     f"({machine.size(block_bytes)}); give at least {block_bytes} bytes"
                 )
-            longest = min(settings.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
-            blocks = min(blocks, settings.max_num_seqs * -(-longest // block_size))
+            if settings.kv_memory is None:  # take no more than could ever be used
+                longest = min(settings.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
+                blocks = min(blocks, settings.max_num_seqs * -(-longest // block_size))
         if blocks * block_bytes > free:
             raise ConfigError(
                 f"{field}: a KV pool of {machine.size(blocks * block_bytes)} ({blocks} blocks of "
@@ -194,12 +196,12 @@ class TorchExecutor(Executor):
         asked = [row for row, params in enumerate(batch.params) if params.logprobs is not None]
         logits = logits.float()
         unmodified = torch.log_softmax(logits[asked], -1) if asked else None
-        self._call("process_logits", logits, batch)
+        self.plugins.call("process_logits", logits=logits, batch=batch)
         best = logits.amax(-1)  # NaN if any is, infinite if all are masked
         bad: Array = (~best.isfinite()).cpu().numpy()
         if bad.any():
             logits[torch.from_numpy(bad).to(logits.device)] = 0.0  # keep samplers out of it
-        sampled = self._call("sample", logits, batch)
+        sampled = self.plugins.call("sample", logits=logits, batch=batch)
         tokens = getattr(sampled, "tokens", None)
         rows, vocab = logits.shape
         if not isinstance(tokens, torch.Tensor) or tokens.shape != (rows,) or tokens.dtype != torch.int64:
@@ -212,14 +214,6 @@ class TorchExecutor(Executor):
             counts = [batch.params[row].logprobs or 0 for row in asked]
             details = dict(zip(asked, log_probabilities(unmodified, tokens[asked], counts), strict=True))
         return chosen, bad, details
-
-    def _call(self, hook: str, logits: torch.Tensor, batch: RowBatch) -> Any:
-        """Call a hook; whatever it raises becomes a `PluginError` that names the plugin."""
-        try:
-            return getattr(self.plugins.hook, hook)(logits=logits, batch=batch)
-        except Exception as error:  # anything a plugin can raise: the engine counts it and fails the step
-            plugin = self.plugins.blame(hook, error)
-            raise PluginError(f"plugin {plugin!r}: {hook}: {type(error).__name__}: {error}", plugin) from error
 
     def _fault(self, hook: str, what: str) -> PluginError:
         name = self.settings.sampler

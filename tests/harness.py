@@ -84,11 +84,11 @@ class Harness:
         self.kv = PagedCache(self.executor.cache_spec, capacity)
         registry = Plugins()
         registry.add(Defaults(registry), "core")
-        registry.add(self, "observer")
         for i, plugin in enumerate(plugins):
             registry.add(plugin, f"plugin{i}")
         if policy is not None:
             registry.add(policy, "policy")
+        registry.add(self, "observer")  # last, so called first: no other plugin can keep `accept` from it
         limits = Limits(tokens, seats, watermark, strict)
         self.engine = Engine(registry, self.executor, self.kv, limits, max_model_len)
         self.planner = self.engine.planner

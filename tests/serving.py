@@ -81,7 +81,7 @@ def eventually(what: Callable[[], Any], seconds: float = 10) -> Any:
 @contextmanager
 def running(settings: Settings, **client_options: Any) -> Iterator[Running]:
     recorder = Recorder()
-    plugins = load_plugins(settings, [("recorder", recorder)])
+    plugins = load_plugins([("recorder", recorder)])
     plugins.activate(settings, engine=False)
     checkpoint = open_checkpoint(settings, plugins)
     tokenizer = checkpoint.tokenizer()

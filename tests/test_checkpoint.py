@@ -21,7 +21,7 @@ from framework.settings import Settings
 
 def load(path: Any, **overrides: Any) -> Checkpoint:
     options = Settings(model=str(path), **overrides)
-    return open_checkpoint(options, load_plugins(options))
+    return open_checkpoint(options, load_plugins())
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import Harness, Policy, started
 
-from framework import RequestData
+from framework import PluginError, RequestData, Timings, hookimpl
 from framework.testing import CheckingExecutor, RequestFailed
 
 # Arrivals
@@ -175,3 +175,62 @@ def test_an_error_of_one_request_ends_it_alone() -> None:
     assert h.reasons == {"b": "error"} and h.errors == {"b": "logits are NaN"}
     h.run()
     assert h.outputs["a"] == h.alone("a")
+
+
+class Meddler:
+    """An augmenting plugin that does what a test says in one hook."""
+
+    def __init__(self, **hooks: Any) -> None:
+        for name, function in hooks.items():
+            setattr(self, name, hookimpl(function))
+
+
+def boom() -> Any:
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("answer", [boom, lambda: True, lambda: "no"], ids=["raises", "True", "str"])
+def test_a_faulty_accept_fails_its_request_alone(answer: Any) -> None:
+    h = Harness(plugins=[Meddler(accept=lambda request: answer() if request.id == "bad" else None)])
+    h.add("a")
+    refusal = h.add("bad")
+    assert refusal is not None and refusal.status == 500 and "plugin0" in (refusal.error or "")
+    h.run()
+    assert h.outputs["a"] == h.alone("a") and h.done == {"a": 1, "bad": 1}
+    (plugin, count), *others = h.engine.stats().plugin_faults.items()
+    assert "plugin0" in plugin and count == 1 and not others
+
+
+@pytest.mark.parametrize("hook", ["arrived", "step_done", "request_done"])
+def test_a_faulty_event_is_counted_and_harms_nobody(hook: str, caplog: pytest.LogCaptureFixture) -> None:
+    h = Harness(plugins=[Meddler(**{hook: lambda: boom()})])
+    for id in "abc":
+        h.add(id, 4, 10)
+    h.run()
+    assert h.outputs == {id: h.alone(id) for id in "abc"} and h.done == {"a": 1, "b": 1, "c": 1}
+    assert h.engine.stats().plugin_faults == {"plugin0": h.engine.steps if hook == "step_done" else 3}
+    assert len(caplog.records) <= 4, "a plugin that fails every step floods the log"
+
+
+@pytest.mark.parametrize("hook", ["arrived", "request_done"])
+def test_a_strict_engine_stops_with_the_plugins_name(hook: str) -> None:
+    h = Harness(strict=True, plugins=[Meddler(**{hook: lambda: boom()})])
+    with pytest.raises(PluginError, match=f"'plugin0' failed in {hook}: RuntimeError: boom"):
+        h.add("a")
+        h.run()
+    h.engine.close()  # what it raised here would hide the cause
+
+
+def test_every_stage_of_a_step_is_stamped() -> None:
+    seen: list[Timings] = []
+    h = Harness(blocks=4, block_size=4, plugins=[Meddler(step_done=lambda timings: seen.append(timings))])
+    for id in "abc":
+        h.add(id, 4, 8)
+    h.run()
+    preempting = 0
+    for timings in seen:
+        names = [name for name, _, _ in timings.stages]
+        assert names[:2] == ["admission", "kv_allocation"] and names[-1] == "commit"
+        assert all(timings.start <= begin <= end <= timings.end for _, begin, end in timings.stages)
+        preempting += "preemption" in names
+    assert 0 < preempting <= h.engine.stats().preemptions_recompute

@@ -28,7 +28,7 @@ ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 
 def load(path: Path, **overrides: Any) -> Checkpoint:
     options = Settings(model=str(path), **overrides)
-    return open_checkpoint(options, load_plugins(options))
+    return open_checkpoint(options, load_plugins())
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

@@ -30,7 +30,7 @@ from framework.registry import load_plugins
 from framework.settings import Settings
 settings = Settings(model=sys.argv[1], revision=sys.argv[2] or None)
 try:
-    checkpoint = open_checkpoint(settings, load_plugins(settings))
+    checkpoint = open_checkpoint(settings, load_plugins())
 except FrameworkError as error:
     print(json.dumps({"error": str(error), "kind": type(error).__name__}))
 else:

@@ -369,7 +369,7 @@ def test_one_log_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     code = (
         "import sys; from framework.registry import load_plugins; from framework.settings import Settings;"
-        "settings = Settings(); plugins = load_plugins(settings); plugins.activate(settings, engine=False);"
+        "settings = Settings(); plugins = load_plugins(); plugins.activate(settings, engine=False);"
         "print(sorted(m for m in sys.modules if m.startswith('opentelemetry')),"
         "sorted(p.name for p in plugins.providers('plugin')))"
     )

@@ -314,7 +314,7 @@ def test_it_can_be_selected_by_name_and_imports_no_torch() -> None:
 @pytest.mark.parametrize("name", ["checking", "scripted"])
 def test_an_engine_starts_with_it_in_place_of_a_model(name: str, tiny_llama: Path) -> None:
     options = Settings(model=str(tiny_llama), executor=name, kv_blocks=8)
-    plugins = load_plugins(options)
+    plugins = load_plugins()
     plugins.activate(options, engine=True)
     engine, info = build_engine(options, plugins)
     assert info.kv_blocks == 8

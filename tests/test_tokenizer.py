@@ -39,7 +39,7 @@ TEXTS = [
 
 def load(path: Path, **overrides: Any) -> Tokenizer:
     options = Settings(model=str(path), **overrides)
-    return open_checkpoint(options, load_plugins(options)).tokenizer()
+    return open_checkpoint(options, load_plugins()).tokenizer()
 
 
 def single_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:

@@ -74,7 +74,7 @@ def build(model: Path, spy: Spy | None = None, **options: Any) -> TorchExecutor:
             **options,
         }
     )
-    plugins = load_plugins(settings, [("spy", spy)] if spy else [])
+    plugins = load_plugins([("spy", spy)] if spy else [])
     plugins.activate(settings, engine=True)
     return TorchExecutor(settings, plugins, open_checkpoint(settings, plugins))
 
@@ -506,9 +506,12 @@ def test_pool_size(tiny_llama: Path) -> None:
     size = build(tiny_llama).start().block_bytes
     assert blocks(kv_blocks=5, kv_memory="0.9") == 5
     assert blocks(**group, kv_memory=f"{10 * size + size // 2}B") == 10
-    # Never more than all seats at full length could fill.
-    assert blocks(kv_blocks=None, max_num_seqs=2, kv_memory="0.5") == 2 * 512 // BLOCK
-    assert blocks(kv_blocks=None, max_num_seqs=2, kv_memory="0.5", max_model_len=30) == 2 * 8
+    # By default never more than all seats at full length could fill; a size that was asked for stays.
+    assert blocks(kv_blocks=None, max_num_seqs=2) == 2 * 512 // BLOCK
+    assert blocks(kv_blocks=None, max_num_seqs=2, max_model_len=30) == 2 * 8
+    assert blocks(kv_blocks=None, max_num_seqs=2, max_model_len=30, kv_memory=f"{100 * size}B") == 100
+    with pytest.raises(ConfigError, match=r"--kv-memory 4TiB: .* is more than the .* free"):
+        blocks(**group, kv_memory="4TiB")
     with pytest.raises(ConfigError, match=rf"--kv-memory {size - 1}B: .* do not hold one KV block.*{size} bytes"):
         blocks(**group, kv_memory=f"{size - 1}B")
     with pytest.raises(ConfigError, match=r"--kv-blocks 1000000000: .* is more than the .* free"):
@@ -518,8 +521,8 @@ def test_pool_size(tiny_llama: Path) -> None:
 def test_fraction_is_of_the_free_memory(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = build(tiny_llama).start().block_bytes
     monkeypatch.setattr("framework.machine.free_memory", lambda: 40 * size)
-    executor = build(tiny_llama, kv_blocks=None, kv_memory="0.25")
-    assert executor.start().blocks["device"] == 10
+    for asked, expected in (("0.25", 10), ("1", 40), (None, 12)):
+        assert build(tiny_llama, kv_blocks=None, kv_memory=asked).start().blocks["device"] == expected
 
 
 def test_threads(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
