@@ -76,20 +76,19 @@ class Defaults:
     ) -> KernelBackend:
         """The named backend, or with "auto" the first that supports every operation here."""
         auto = settings.kernel == "auto"
-        if not auto:
-            self._plugins.get("kernel", settings.kernel)
+        if auto and settings.kernel_opt:
+            given = next(iter(settings.kernel_opt))
+            raise ConfigError(f"--kernel-opt {given}: options are those of one backend; name it with --kernel")
+        names = [p.name for p in self._plugins.providers("kernel")] if auto else [settings.kernel]
         reasons: list[str] = []
-        for provider in self._plugins.providers("kernel"):
-            if not auto and provider.name != settings.kernel:
-                continue
-            options = {} if auto else settings.kernel_opt
+        for name in names:
             backend: KernelBackend = self._plugins.create(
-                "kernel", provider.name, options, settings=settings, spec=spec
+                "kernel", name, settings.kernel_opt, settings=settings, spec=spec
             )
             reason = _unsupported(backend, settings, spec, dtype, device)
             if reason is None:
                 return backend
-            reasons.append(f"{provider.name}: {reason}")
+            reasons.append(f"{name}: {reason}")
         raise ConfigError(f"--kernel {settings.kernel}: no backend can serve this model here ({'; '.join(reasons)})")
 
     @hookimpl(trylast=True)

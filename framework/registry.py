@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from .defaults import Defaults
 from .errors import ConfigError, FrameworkError, PluginError
 from .hookspecs import EVENTS, HOOKS, PROJECT, Hooks
-from .settings import Settings
+from .settings import Settings, option_flag, selector
 from .types import Provider
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class Plugins:
         provider = self._providers.get((kind, name))
         if provider is None:
             names = ", ".join(sorted(p.name for p in self.providers(kind))) or "none is installed"
-            raise ConfigError(f"--{kind} {name}: no such {kind}; available: {names}")
+            raise ConfigError(f"{selector(kind)} {name}: no such {kind}; available: {names}")
         return provider
 
     def create(self, kind: str, name: str, options: Mapping[str, Any] | None = None, **context: Any) -> Any:
@@ -139,24 +139,26 @@ class Plugins:
 
     @staticmethod
     def _options(provider: Provider, options: Mapping[str, Any]) -> Any:
-        flag = f"--{provider.kind}-opt"
+        def flag(option: str) -> str:
+            return option_flag(provider.kind, provider.name, option)
+
         if provider.options is None:
-            if options:
-                raise ConfigError(f"{flag} {next(iter(options))}: {provider.kind} {provider.name!r} has no options")
+            for key in options:
+                raise ConfigError(f"{flag(key)}: {provider.kind} {provider.name!r} has no options")
             return None
         assert issubclass(provider.options, BaseModel)
         known = provider.options.model_fields
         for key in options:
             if key not in known:
                 raise ConfigError(
-                    f"{flag} {key}: {provider.kind} {provider.name!r} has no such option; "
+                    f"{flag(key)}: {provider.kind} {provider.name!r} has no such option; "
                     f"it has: {', '.join(known) or 'none'}"
                 )
         try:
             return provider.options(**options)
         except ValidationError as exc:
             first = exc.errors()[0]
-            raise ConfigError(f"{flag} {'.'.join(map(str, first['loc']))}: {first['msg']}") from exc
+            raise ConfigError(f"{flag('.'.join(map(str, first['loc'])))}: {first['msg']}") from exc
 
     # Activation
 

@@ -181,6 +181,19 @@ def variable(field: str) -> str:
     return ENV_PREFIX + field.upper()
 
 
+def selector(kind: str) -> str:
+    """How a user selects a provider: the flag for its kind; for a kind that has none, what code calls it."""
+    field = {"model": "model_impl"}.get(kind, kind)  # --model names the weights
+    return flag(field) if field in Settings.model_fields else kind
+
+
+def option_flag(kind: str, name: str, option: str) -> str:
+    """How a user sets an option of a provider."""
+    if kind == "plugin":
+        return f"--plugin-opt {name}.{option}"
+    return f"--{kind}-opt {option}" if f"{kind}_opt" in Settings.model_fields else f"{kind} option {option}"
+
+
 def nearest(name: str, known: Mapping[str, Any]) -> str:
     """The end of an error message: the known name that was probably meant, or nothing."""
     close = difflib.get_close_matches(name, known, n=1)
