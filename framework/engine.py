@@ -13,6 +13,7 @@ from .log import get_logger
 from .messages import Add, EngineStats, RequestTimes, TokenOutput
 from .plan import Plan, StepResult, Timings
 from .planner import Limits, Planner
+from .policy import report_fault
 from .registry import Plugins
 from .types import Mode, Reject, Request
 
@@ -173,8 +174,8 @@ class Engine:
         self._failed_steps += 1
         message = f"{type(exc).__name__}: {exc}"
         if isinstance(exc, PluginError) and exc.plugin:
-            self._count(exc.plugin)
             message = str(exc)
+            report_fault(self.planner.policy.faults, exc.plugin, message, exc)
         log.error("step failed; its requests are computed again", step=plan.step, error=message, exc_info=exc)
         ended = self.planner.fail(plan)
         return [self._finish(r, "error", error=f"the step failed three times: {message}") for r in ended]
@@ -210,19 +211,10 @@ class Engine:
         self.plugins.notify(hook, self._fault, **arguments)
 
     def _fault(self, plugin: str, hook: str, exc: Exception) -> None:
-        times = self._count(plugin)
-        if (
-            times & (times - 1) == 0
-        ):  # the 1st, 2nd, 4th, 8th time: a plugin that fails every step must not flood the log
-            error = f"{type(exc).__name__}: {exc}"
-            log.error("plugin failed", plugin=plugin, hook=hook, error=error, times=times, exc_info=exc)
+        message = f"plugin {plugin!r} failed in {hook}: {type(exc).__name__}: {exc}"
+        report_fault(self.planner.policy.faults, plugin, message, exc)
         if self.planner.limits.strict and not self._closing:
-            raise PluginError(f"plugin {plugin!r} failed in {hook}: {type(exc).__name__}: {exc}", plugin) from exc
-
-    def _count(self, plugin: str) -> int:
-        faults = self.planner.policy.faults
-        faults[plugin] = faults.get(plugin, 0) + 1
-        return faults[plugin]
+            raise PluginError(message, plugin) from exc
 
     def stats(self) -> EngineStats:
         planner, usage = self.planner, self.kv.usage()

@@ -85,9 +85,26 @@ class InputProcessor:
     def params(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters from fields of `SamplingParams`; None or absent means the default.
 
-        Values must have the right types; `complete` checks their ranges.
+        Raises `InvalidRequest` for an unknown field or a wrong type; `complete` checks ranges.
         """
-        return msgspec.structs.replace(self.defaults, **{k: v for k, v in fields.items() if v is not None})
+        given = {name: value for name, value in fields.items() if value is not None}
+        for name in given:
+            if name not in SamplingParams.__struct_fields__:
+                known = ", ".join(SamplingParams.__struct_fields__)
+                raise InvalidRequest(name, f"{name}: no such sampling parameter; there are: {known}")
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        return self.typed(msgspec.structs.asdict(self.defaults) | given)
+
+    @staticmethod
+    def typed(values: Mapping[str, Any]) -> SamplingParams:
+        """`values` as `SamplingParams`. Raises `InvalidRequest` for a wrong type, which the class itself accepts."""
+        try:
+            return msgspec.convert(values, SamplingParams)
+        except msgspec.ValidationError as error:
+            what, _, path = str(error).partition(" - at `$")
+            name = path.strip("`.").partition("[")[0].partition(".")[0]
+            raise InvalidRequest(name, f"{name}: {what[0].lower()}{what[1:]}") from None
 
     def complete(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
         """`params` checked for this prompt and ready for the engine, with the EOS ids. An unset max_tokens stays unset:

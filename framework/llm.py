@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
+from msgspec.structs import asdict
 
 from .checkpoint import open_checkpoint
 from .detokenizer import Assembler
-from .errors import FrameworkError, Rejected
+from .errors import ConfigError, FrameworkError, InvalidRequest, Rejected
 from .inputs import InputProcessor
 from .messages import Add, RequestTimes, TokenOutput
 from .plan import Logprobs
@@ -68,6 +69,8 @@ class LLM:
     ) -> None:
         if model is not None:
             flags["model"] = str(model)
+        if settings is not None and flags:
+            raise ConfigError(f"give either settings or {', '.join(flags)}, not both")
         self.settings = settings or Settings.load(None, **flags)
         loaded = load_plugins(plugins)
         loaded.activate(self.settings, engine=True)
@@ -108,6 +111,10 @@ class LLM:
 
     def _run(self, prompts: Sequence[list[int]], params: Params | Sequence[Params]) -> list[RequestOutput]:
         each: list[Params] = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)  # type: ignore[list-item]
+        if len(each) != len(prompts):
+            raise InvalidRequest(
+                "params", f"params: {len(each)} given for {len(prompts)} prompts; give one, or one each"
+            )
         outputs = [RequestOutput(prompt) for prompt in prompts]
         for _ in self._stream(prompts, each, outputs):
             pass
@@ -122,7 +129,10 @@ class LLM:
         assemblers: list[Assembler] = []
         adds: list[Add] = []
         for i, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
-            chosen = given if isinstance(given, SamplingParams) else self.inputs.params(given or {})
+            if isinstance(given, SamplingParams):
+                chosen = self.inputs.typed(asdict(given))
+            else:
+                chosen = self.inputs.params(given or {})
             complete = self.inputs.complete(chosen, prompt)
             assemblers.append(Assembler(self.tokenizer, complete, prompt))
             adds.append(Add(f"llm-{next(self._ids)}", prompt, complete, 0))

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .errors import PluginError
+from .log import get_logger
 from .types import Budget, Mode, Request, Shortage, Status, Victim, Want
 
 if TYPE_CHECKING:
@@ -20,8 +21,18 @@ if TYPE_CHECKING:
 MAX_FAULTS = 10
 """Steps in a row in which a policy may fail before the engine stops."""
 
+log = get_logger(__name__)
+
 Ranking = list[tuple[Request, int | None]]
 """Requests, best first, each with the most tokens it may compute (None: all)."""
+
+
+def report_fault(faults: dict[str, int], plugin: str, message: str, exc: BaseException | None = None) -> None:
+    """Count a plugin's fault and log it the 1st, 2nd, 4th, 8th … time: one that fails every step must not flood the
+    log."""
+    times = faults[plugin] = faults.get(plugin, 0) + 1
+    if times & (times - 1) == 0:
+        log.error(message, plugin=plugin, times=times, exc_info=exc)
 
 
 def default_order(running: Sequence[Request], named: Container[Request] = ()) -> Ranking:
@@ -52,7 +63,7 @@ class Policy:
             answer = self._hook.admit(view=view, budget=budget)
             named, exhausted = self._read(answer, view, min(budget.requests, budget.tokens) + 1)
         except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
-            self._fault(self._blame("admit", exc), f"{type(exc).__name__}: {exc}", exc)
+            self._fault(self._blame("admit", exc), "admit", f"{type(exc).__name__}: {exc}", exc)
             return default_order(view.running)
         key = view.ranked_by
         if key is not None and not exhausted:  # not reached, but `ranked` gave them their places
@@ -104,13 +115,13 @@ class Policy:
                 victim = victim._replace(mode=Mode(victim.mode))
             return victim
         except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
-            self._fault(self._blame("preempt", exc), f"{type(exc).__name__}: {exc}", exc)
+            self._fault(self._blame("preempt", exc), "preempt", f"{type(exc).__name__}: {exc}", exc)
             return None
 
     def stalled(self, steps: int) -> None:
         """The scheduler let nothing run although work exists."""
         impls = [i for i in self._hook.admit.get_hookimpls() if not (i.wrapper or i.hookwrapper)]
-        self._fault(str(impls[-1].plugin_name), f"no request ran for {steps} steps while work exists")
+        self._fault(str(impls[-1].plugin_name), "", f"no request ran for {steps} steps while work exists")
 
     def step_over(self) -> None:
         """Raise `PluginError` if this was the tenth faulty step in a row."""
@@ -119,9 +130,9 @@ class Policy:
         if self._in_row >= MAX_FAULTS:
             raise PluginError(f"{self.last_fault} ({MAX_FAULTS} steps in a row)")
 
-    def _fault(self, plugin: str, message: str, exc: BaseException | None = None) -> None:
-        self.faults[plugin] = self.faults.get(plugin, 0) + 1
-        self.last_fault = f"plugin {plugin!r} failed: {message}"
+    def _fault(self, plugin: str, hook: str, message: str, exc: BaseException | None = None) -> None:
+        self.last_fault = f"plugin {plugin!r} failed{f' in {hook}' if hook else ''}: {message}"
         self._faulty = True
+        report_fault(self.faults, plugin, self.last_fault, exc)
         if self._strict:
             raise PluginError(self.last_fault, plugin) from exc

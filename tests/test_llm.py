@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from framework import LLM, InvalidRequest, Rejected, SamplingParams
+from framework import LLM, ConfigError, InvalidRequest, Rejected, SamplingParams
 from framework.messages import EngineStats
+from framework.settings import Settings
 
 PROMPTS = ["Once upon a time", "def main(argv):", "Was ist das?", "A request waits", "In 1984", "漢字"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -103,6 +104,11 @@ def test_bad_requests_name_the_field_and_harm_nobody(llm: LLM) -> None:
         ("x", {"temperature": -1.0}, "temperature"),
         ("x", {"max_tokens": 10**6}, "max_tokens"),
         ("x", {"logit_bias": {10**6: 1.0}}, "logit_bias"),
+        ("x", {"max_tokens": "5"}, "max_tokens"),
+        ("x", {"stop": (1,)}, "stop"),
+        ("x", {"max_token": 5}, "max_token"),
+        ("x", SamplingParams(temperature="hot"), "temperature"),  # type: ignore[arg-type]
+        ("x", [GREEDY, GREEDY], "params"),
     ):
         with pytest.raises(InvalidRequest, match=field) as caught:
             llm.generate(prompt, params)
@@ -124,3 +130,14 @@ def test_a_refusal_is_an_exception(tiny_llama: Path) -> None:
             closed.generate("x", GREEDY)
         assert (caught.value.status, caught.value.retry_after) == (429, 3.0)
         assert_idle(closed.engine.stats())
+
+
+def test_settings_or_flags(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match="either settings or kv_blocks, model, not both"):
+        LLM(str(tiny_llama), settings=Settings(), kv_blocks=5)
+    with pytest.raises(ConfigError, match="cannot hold one request; raise --kv-memory or --kv-blocks"):
+        engine(tiny_llama, kv_blocks=1, block_size=1)
+    with pytest.raises(ConfigError, match=r"--max-model-len 200 does not fit: .*10 blocks of 16 tokens holds 160"):
+        engine(tiny_llama, kv_blocks=10, max_model_len=200)
+    with pytest.raises(ConfigError, match=r"--max-model-len 513 is over the model's limit of 512"):
+        engine(tiny_llama, max_model_len=513)

@@ -211,3 +211,17 @@ def test_fcfs_admits_in_order_of_arrival() -> None:
         h.add(id, 4, 3, priority=priority)
     h.run()
     assert list(h.reasons) == ["a", "b", "c"]
+
+
+def test_faults_are_logged_with_their_traceback_and_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Policy()
+    h = Harness(policy)
+    h.add("a", 4, 20)
+    h.step()
+    policy.rank = lambda view: 1 / 0  # type: ignore[assignment, return-value]
+    h.steps(9)
+    assert h.planner.policy.faults == {"policy": 9}
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 4
+    assert all("plugin 'policy' failed in admit: ZeroDivisionError" in line for line in lines)
+    assert all(record.exc_info for record in caplog.records)
