@@ -224,4 +224,4 @@ def test_faults_are_logged_with_their_traceback_and_ever_more_rarely(caplog: pyt
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 4
     assert all("plugin 'policy' failed in admit: ZeroDivisionError" in line for line in lines)
-    assert all(record.exc_info for record in caplog.records)
+    assert all("Traceback" in line for line in lines)
