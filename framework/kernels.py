@@ -2,8 +2,9 @@
 
 Model code is written against `KernelBackend`'s methods and passes the step's `Meta` explicitly; there is no global
 context. `framework.ops.ReferenceBackend` implements every operation in plain torch and is the oracle; a backend
-subclasses it and overrides what it does better. Whoever overrides one operation of a layout group overrides the
-whole group: WEIGHT_OPS or CACHE_OPS.
+subclasses it and overrides what it does better. Operations over the same packed weights or cache pages go together: a
+class that changes a layout brings every operation that reads it (see LAYOUTS), and one that changes only operations
+keeps the layout that it inherits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ OPS = (
     "all_reduce",
 )
 WEIGHT_OPS = ("embed", "linear", "qkv", "gate_up", "logits")
-CACHE_OPS = ("rope_store", "attention", "copy_blocks")
+LAYOUTS = {
+    "pack": ("linear",),  # the reference's other products go through it; what `pack` makes of "embed" is for `embed`
+    "allocate": ("block_bytes", "rope_store", "attention", "copy_blocks"),
+}
+"""Who overrides the method named first has to define the others as well, in the same class or below it."""
 
 
 class Support(NamedTuple):
@@ -84,20 +89,38 @@ class Rope(NamedTuple):
 class KernelBackend(ABC):
     """Operations and layouts. Tensors: x [T, hidden]; T rows are tokens of the flat ragged batch.
 
-    `Packed` below is whatever `pack` returned: opaque to model code.
+    `weight: Any` is whatever `pack` returned, `cache: Any` an entry of what `allocate` returned: opaque to model code.
+    Operations are called from one thread, under `torch.inference_mode`, and see every batch of their `Meta` once per
+    layer.
     """
 
     name = ""
     block_sizes: tuple[int, ...] = ()
     """Block sizes it can serve; empty: any."""
     graphs: Literal["none", "decode", "full"] = "none"
+    """Which steps it can run as captured graphs."""
 
-    # Layouts
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for layout, readers in LAYOUTS.items():
+            first = next(k for k in cls.__mro__ if layout in vars(k))
+            above = first.__mro__[1:]
+            stale = [r for r in readers if next(k for k in cls.__mro__ if r in vars(k)) in above]
+            if stale:
+                names = ", ".join(stale)
+                raise TypeError(
+                    f"{first.__qualname__} overrides {layout}, so {cls.__qualname__} needs {names} of its own: "
+                    f"those inherited expect another layout (if they do not: `{stale[0]} = Base.{stale[0]}`)"
+                )
 
     @abstractmethod
     def supports(
         self, op: str, dtype: torch.dtype, device: torch.device, *, head_dim: int = 64, window: int | None = None
-    ) -> Support: ...
+    ) -> Support:
+        """Whether `op`, one of OPS, can be served with activations of `dtype`. Asked at start-up for every operation
+        and every window of the model (tokens a query sees, itself included; None: all before it)."""
+
+    # Layouts
 
     @abstractmethod
     def pack(self, op: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
@@ -115,7 +138,13 @@ class KernelBackend(ABC):
         """The pool: one opaque cache per layer of the group."""
 
     @abstractmethod
-    def prepare(self, batch: Batch, device: torch.device) -> Meta: ...
+    def prepare(self, batch: Batch, device: torch.device, out: Meta | None = None) -> Meta:
+        """Once per step, before the forward pass: what the operations of all layers need to know of the batch, moved to
+        `device`; may be asynchronous. The batch's arrays are not changed afterwards.
+
+        `out`: fill these buffers, at fixed addresses, and return them: for captured graphs. None unless `graphs` says
+        that the backend has them.
+        """
 
     # Operations
 

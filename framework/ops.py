@@ -72,7 +72,8 @@ class ReferenceBackend(KernelBackend):
     def _page(group: CacheGroup, block_size: int) -> tuple[int, int, int]:
         return group.kv_heads, block_size, group.head_dim
 
-    def prepare(self, batch: Batch, device: torch.device) -> Meta:
+    def prepare(self, batch: Batch, device: torch.device, out: Meta | None = None) -> Meta:
+        assert out is None, "this backend has no graphs"
         starts, lens = batch.starts.astype(np.int64), batch.lens.astype(np.int64)
         ends = np.cumsum(lens)
         request = np.repeat(np.arange(len(lens)), lens)
