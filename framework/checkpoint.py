@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from .errors import ConfigError, ModelError
+from .errors import ConfigError, ModelError, one_line
 from .model import Checkpoint
 from .settings import Settings
 from .tokenizer import Tokenizer, compile_template
@@ -89,6 +89,10 @@ class ConfiguredCheckpoint(Checkpoint):
         self.path = inner.path
         self._generation_config = _generation_config(inner, settings.generation_config)
         self._chat_template = _chat_template(settings.chat_template)
+
+    @classmethod
+    def opens(cls, path: Path) -> bool:
+        return False  # made from another, never found by itself
 
     @property
     def config(self) -> dict[str, Any]:
@@ -181,11 +185,11 @@ def _download(model: str, revision: str | None) -> Path:
                 "unset it to download"
             ) from exc
         raise failed(
-            f"no such file or directory, and the hub cannot be reached ({_line(exc.__cause__ or exc)}); "
+            f"no such file or directory, and the hub cannot be reached ({one_line(exc.__cause__ or exc)}); "
             "check the path, or the network and HF_ENDPOINT"
         ) from exc
     except Exception as exc:  # the hub client raises its HTTP library's errors, which differ between versions
-        raise failed(f"download from the hub failed: {_line(exc)}") from exc
+        raise failed(f"download from the hub failed: {one_line(exc)}") from exc
     if not any(folder.glob("*.safetensors")):
         raise failed(_why_no_weights(model, revision))
     return folder
@@ -208,7 +212,3 @@ def _why_no_weights(model: str, revision: str | None) -> str:
     if any(name.endswith((".bin", ".pt", ".pth")) for name in files):
         return "this hub model has only pickle weights, which can run code and are never loaded; use a safetensors one"
     return "this hub model has no safetensors weights; name one that does"
-
-
-def _line(exc: BaseException) -> str:
-    return " ".join(str(exc).split())[:200] or type(exc).__name__

@@ -43,3 +43,13 @@ class Rejected(FrameworkError):
 
 class EngineDead(FrameworkError):
     """The engine process ended; nothing can be generated until it is restarted: HTTP 503."""
+
+
+def brief(text: str, limit: int) -> str:
+    """`text`, cut to `limit` characters: what a client or a user sent may be of any size."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """What `error` says, for a message of ours."""
+    return brief(" ".join(str(error).split()), limit) or type(error).__name__

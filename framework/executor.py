@@ -71,7 +71,10 @@ class Executor(ABC):
         """Load the model and make the pool. `progress(stage, 0..1)` may be called at any rate."""
 
     @abstractmethod
-    def submit(self, plan: Plan) -> Pending: ...
+    def submit(self, plan: Plan) -> Pending:
+        """Begin `plan` behind those submitted before it; at most `max_in_flight` are unfinished at a time. Never raises
+        for the plan's sake: what goes wrong comes out of `Pending.result`, and `Plan.new` then names the requests
+        again, with all their tokens."""
 
     def check(self) -> None:  # noqa: B027 - optional: an executor in this process cannot die alone
         """Raise `EngineDead` if a worker died."""

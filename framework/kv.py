@@ -134,7 +134,8 @@ class KVCache(ABC):
         """Forget everything: every block becomes free and unpublished."""
 
     @abstractmethod
-    def usage(self) -> Usage: ...
+    def usage(self) -> Usage:
+        """What the blocks are doing now. Called several times a step: O(1)."""
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -11,6 +11,8 @@ import msgspec
 from .kv import CacheSpec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from .kernels import KernelBackend, Meta
@@ -44,6 +46,17 @@ class Checkpoint(ABC):
     """
 
     path: str
+    """As the user gave it, for messages."""
+
+    @classmethod
+    @abstractmethod
+    def opens(cls, path: Path) -> bool:
+        """Whether this format is the one of the existing file or directory `path`. Cheap; formats are asked in the
+        order in which they were loaded, and the first has it."""
+
+    @abstractmethod
+    def __init__(self, path: Path) -> None:
+        """Read what is small (metadata, not weights). Raises `ModelError` for a damaged or unsupported checkpoint."""
 
     @property
     @abstractmethod
@@ -66,7 +79,9 @@ class Checkpoint(ABC):
         """How many `tensors` yields: for the progress bar."""
 
     @abstractmethod
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer:
+        """A fresh tokenizer with the checkpoint's chat templates; `eos_token_ids` are those that its files name.
+        Raises `ModelError` where there is none or it cannot be read."""
 
 
 class Model(ABC):
@@ -93,7 +108,9 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def cache_spec(self, block_size: int) -> CacheSpec: ...
+    def cache_spec(self, block_size: int) -> CacheSpec:
+        """Which layers share a block table (`forward` gets their caches in this order), and the dtype of keys and
+        values. Layers with different windows may share one: it then keeps what any of them sees."""
 
     @abstractmethod
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta) -> torch.Tensor:

@@ -15,7 +15,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
-from .errors import InvalidRequest
+from .errors import InvalidRequest, one_line
 
 
 class Tokenizer:
@@ -54,14 +54,7 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        return self._id("bos_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id("pad_token")
-
-    def _id(self, role: str) -> int | None:
-        return self.backend.token_to_id(self.special[role]) if role in self.special else None
+        return self.backend.token_to_id(self.special["bos_token"]) if "bos_token" in self.special else None
 
     def token_to_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
@@ -83,11 +76,6 @@ class Tokenizer:
         """Token ids of `text`; special tokens written out in it become their ids. `add_special_tokens` adds BOS
         or EOS where the checkpoint asks for it: False for a rendered chat, which has its own."""
         return list(self.backend.encode(_utf8(text), add_special_tokens=add_special_tokens).ids)
-
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode` for each text, on all cores."""
-        encodings = self.backend.encode_batch_fast([_utf8(t) for t in texts], add_special_tokens=add_special_tokens)
-        return [list(e.ids) for e in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -124,7 +112,7 @@ class Tokenizer:
                 messages=chat, add_generation_prompt=add_generation_prompt, **variables
             )
         except _TEMPLATE_ERRORS as exc:
-            raise InvalidRequest("messages", f"messages: the chat template cannot render them: {_line(exc)}") from exc
+            raise InvalidRequest("messages", f"messages: the chat template cannot render them: {one_line(exc)}") from exc
 
 
 class TokenStream:
@@ -230,10 +218,6 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-
-
-def _line(exc: Exception) -> str:
-    return " ".join(str(exc).split()) or type(exc).__name__
 
 
 @functools.lru_cache(maxsize=32)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from .errors import InvalidRequest
+from .errors import InvalidRequest, brief
 
 if TYPE_CHECKING:
     from .kv import Usage
@@ -66,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         def need(ok: bool, field: str, rule: str) -> None:
             if not ok:
-                raise InvalidRequest(field, f"{field} must be {rule}, got {_brief(getattr(self, field))}")
+                raise InvalidRequest(field, f"{field} must be {rule}, got {brief(repr(getattr(self, field)), 80)}")
 
         def finite(field: str) -> bool:
             return math.isfinite(getattr(self, field))
@@ -118,11 +118,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def ends(self) -> frozenset[int]:
         """Token ids that end the output (once `min_tokens` is reached)."""
         return frozenset(self.stop_token_ids if self.ignore_eos else self.stop_token_ids + self.eos_token_ids)
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class Status(enum.StrEnum):
@@ -245,7 +240,9 @@ class View(Protocol):
         """Seconds on the executor's clock."""
 
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """Number of the step being planned."""
+
     @property
     def rng(self) -> Random:
         """Seeded by the step: a policy that draws from it is replayed exactly."""
@@ -263,7 +260,9 @@ class View(Protocol):
         """Unfinished requests, hidden ones too (for queue limits)."""
 
     @property
-    def usage(self) -> Usage: ...
+    def usage(self) -> Usage:
+        """What the KV blocks are doing, as of now in this step: blocks granted to requests before are counted."""
+
     def queue(self, key: Callable[[Request], Any]) -> Iterator[Request]:
         """Waiting requests by (key, preempted first, arrival), an order that the core keeps incrementally.
 
@@ -331,6 +330,3 @@ class Provider(NamedTuple):
     options: type | None = None
     api: int = 1
     summary: str = ""
-
-
-Wants = Iterable[Want]

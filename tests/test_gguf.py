@@ -165,13 +165,13 @@ class TestConfig:
             assert got["rope_parameters"] == expected
 
     def test_generation_config(self, tmp_path: Path, tiny_llama_gguf: Path) -> None:
-        assert load(tiny_llama_gguf).generation_config == {"eos_token_id": [2]}
+        assert load(tiny_llama_gguf).generation_config == {}
         path = shutil.copy(tiny_llama_gguf, tmp_path)
         path = _with(
             path, **{"tokenizer.ggml.eot_token_id": 7, "general.sampling.temp": 0.5, "general.sampling.top_k": 9}
         )
         checkpoint = load(path)
-        assert checkpoint.generation_config == {"eos_token_id": [2, 7], "temperature": 0.5, "top_k": 9}
+        assert checkpoint.generation_config == {"temperature": 0.5, "top_k": 9}
         assert checkpoint.tokenizer().eos_token_ids == (2, 7)
         assert load(path, generation_config="none").generation_config == {}
 

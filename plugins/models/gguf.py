@@ -79,13 +79,8 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        meta = self._file.metadata
-        ends = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ends if i is not None))}
-        for key, name in _SAMPLING.items():
-            if f"general.sampling.{key}" in meta:
-                config[name] = meta[f"general.sampling.{key}"]
-        return config
+        meta, prefix = self._file.metadata, "general.sampling"  # the ids that end an answer are the tokenizer's
+        return {name: meta[f"{prefix}.{key}"] for key, name in _SAMPLING.items() if f"{prefix}.{key}" in meta}
 
     @property
     def num_tensors(self) -> int:
