@@ -1,8 +1,8 @@
 """What the server process and the engine process say to each other: msgpack (never pickle) over ZeroMQ.
 
-The server sends `Add`, `Abort`, `Stop`; the engine sends `Progress` while it loads, then `Ready`, then one `Outputs`
-per step that has any, and `Fatal` before it dies for a reason that it knows. Times are nanoseconds of the monotonic
-clock, which both processes share.
+The server sends `Add` and `Abort`, and ends the engine with SIGTERM, which works while it loads too. The engine sends
+`Progress` while it loads, then `Ready`, then one `Outputs` per step that has any, and `Fatal` before it dies for a
+reason that it knows. Times are nanoseconds of the monotonic clock, which both processes share.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
     ids: list[str]
     reason: str = "abort"
-
-
-class Stop(msgspec.Struct, tag="stop", array_like=True):
-    """End the engine process."""
 
 
 class RequestTimes(msgspec.Struct, array_like=True):
@@ -146,5 +142,5 @@ class Fatal(msgspec.Struct, tag="fatal", array_like=True):
     traceback: str = ""
 
 
-ToEngine = Add | Abort | Stop
+ToEngine = Add | Abort
 FromEngine = Progress | Ready | Outputs | Fatal

@@ -17,13 +17,14 @@ import threading
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import msgspec
 import zmq
 
 from .engine import Engine
 from .errors import FrameworkError
-from .messages import Abort, Add, Fatal, FromEngine, Outputs, Progress, Ready, Stop, ToEngine
+from .messages import Abort, Add, Fatal, FromEngine, Outputs, Progress, Ready, ToEngine
 from .settings import Settings
 
 IDLE_POLL_MS = 10
@@ -107,8 +108,8 @@ class Channel:
         self._context.term()
 
 
-def run(engine: Engine, channel: Channel) -> None:
-    """Serve until `Stop`."""
+def run(engine: Engine, channel: Channel) -> NoReturn:
+    """Serve until SIGTERM."""
     wait: int | None = None
     while True:
         outputs = []
@@ -118,8 +119,6 @@ def run(engine: Engine, channel: Channel) -> None:
                     outputs += engine.add(message)
                 case Abort():
                     outputs += engine.abort(message.ids, message.reason)
-                case Stop():
-                    return
         before = engine.steps
         if engine.has_work:
             outputs += engine.step()
@@ -197,7 +196,6 @@ def _serve(settings: Settings, channel: Channel) -> int:
     except Exception as exc:  # noqa: BLE001 - a bug: reported to the server with its traceback, and the process ends
         channel.send(Fatal(f"{type(exc).__name__}: {exc}", traceback=traceback.format_exc()))
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """An engine process without a model: it speaks the real protocol and generates the tokens that the prompt holds.
 
 The prompt dictates the output, so that a test can place every stop string, character and end exactly. `Add.extra`
-steers it: `chunk` tokens per message (default 1); `hold`: answer nothing until aborted; `error` and `status`: refuse;
+steers it: `chunk` tokens per message (default 1); `hold`: answer nothing until aborted; `error` and `status`: refuse
+({id} in it is the request's);
 `die`: end the process after so many tokens; `fatal`: say why first; `pace`: seconds per step. Its statistics count
 unfinished requests as `running`.
 """
@@ -26,7 +27,6 @@ from framework.messages import (
     Outputs,
     Progress,
     Ready,
-    Stop,
     ToEngine,
     TokenOutput,
 )
@@ -94,7 +94,7 @@ def main(address: str, model: str) -> None:
         while socket.poll(0 if busy else None):
             match decoder.decode(socket.recv()):
                 case Add() as add if "error" in add.extra:
-                    error, status = add.extra["error"], add.extra.get("status", 500)
+                    error, status = add.extra["error"].format(id=add.id), add.extra.get("status", 500)
                     outputs.append(
                         TokenOutput(add.id, 0, [], finish_reason="error", error=error, status=status, retry_after=1.5)
                     )
@@ -105,8 +105,6 @@ def main(address: str, model: str) -> None:
                     for id in ids:
                         if id in requests:
                             outputs.append(TokenOutput(id, requests.pop(id)[1], [], finish_reason=reason))
-                case Stop():
-                    return
             busy = True
         for id, (add, done) in list(requests.items()):
             if add.extra.get("hold"):
