@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import psutil
 
-from . import __version__
+from . import __version__, machine
 from .errors import FrameworkError
-from .machine import cpu_name, cpus, free_memory, size
+from .machine import size
 
 _LIBRARIES = (
     *("torch", "triton", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub", "pydantic", "pluggy"),
@@ -68,23 +67,15 @@ def _version(name: str) -> str:
 
 def _machine() -> Iterator[tuple[str, str]]:
     yield "OS", platform.platform()
-    yield "CPU", cpu_name()
-    yield "CPU flags", " ".join(name for name in _CPU_FLAGS if name in _cpu_flags()) or "none of interest"
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "cores", f"{os.cpu_count()}, of which affinity allows {affinity} and the cgroup {cpus()}"
+    yield "CPU", machine.cpu_name()
+    flags = machine.cpu_flags()
+    yield "CPU flags", " ".join(name for name in _CPU_FLAGS if name in flags) or "none of interest"
+    cores = f"affinity allows {machine.affinity()} and the cgroup {machine.cpus()}"
+    yield "cores", f"{os.cpu_count()}, of which {cores}"
     memory = psutil.virtual_memory()
-    free = f"{size(memory.available)} available, {size(free_memory())} within the cgroup"
+    free = f"{size(memory.available)} available, {size(machine.free_memory())} within the cgroup"
     yield "memory", f"{size(memory.total)}, {free}"
     yield "compiler", _compiler()
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux
-        return set()
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    return set(flags[1].split()) if flags else set()
 
 
 def _compiler() -> str:

@@ -12,12 +12,17 @@ import psutil
 
 _MOUNT = Path("/sys/fs/cgroup")
 _SELF = Path("/proc/self/cgroup")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def affinity() -> int:
+    """CPUs in this process's affinity mask; where there are no masks, all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpus() -> int:
     """CPUs this process may use: the affinity mask, cut to the cgroup's quota (rounded down, at least 1)."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [affinity]
+    quotas = [affinity()]
     for folder, controller in _cgroups("cpu"):
         if controller:
             quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
@@ -48,15 +53,27 @@ def free_memory() -> int:
 
 def cpu_name() -> str:
     """Readable name of the CPU."""
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets as Linux names them; empty elsewhere."""
+    return frozenset(_cpuinfo("flags", "Features").split())
 
 
 def size(count: float) -> str:
     """Bytes for people: 1536 -> '1.5 KiB'."""
     power = min(4, int(math.log(max(count, 1), 1024)))
     return f"{count / 1024**power:.{1 if power else 0}f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def _cpuinfo(*keys: str) -> str:
+    """The value of the first line with one of `keys`; empty where there is none."""
+    for line in _read(_CPUINFO).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in keys:
+            return value.strip()
+    return ""
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, str]]:

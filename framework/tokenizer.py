@@ -112,7 +112,8 @@ class Tokenizer:
                 messages=chat, add_generation_prompt=add_generation_prompt, **variables
             )
         except _TEMPLATE_ERRORS as exc:
-            raise InvalidRequest("messages", f"messages: the chat template cannot render them: {one_line(exc)}") from exc
+            why = f"the chat template cannot render them: {one_line(exc)}"
+            raise InvalidRequest("messages", f"messages: {why}") from exc
 
 
 class TokenStream:

@@ -265,9 +265,9 @@ def test_generate_logs_as_it_is_told(tiny_llama: Path, monkeypatch: pytest.Monke
     line = ["generate", "hello", "--model", str(tiny_llama), "--kv-blocks", "8", "--max-tokens", "2"]
     told = [row for row in run(*line, "--log-format", "json").stderr.splitlines() if row.startswith("{")]
     (entry,) = map(json.loads, told)
-    assert (entry["event"], entry["plugin"], entry["process"]) == ("plugin failed", "faulty", "generate")
+    assert (entry["level"], entry["plugin"], entry["process"]) == ("error", "faulty", "generate")
     text = run(*line).stderr
-    assert "plugin failed" in text and "plugin=faulty" in text and "{'" not in text
+    assert "plugin=faulty" in text and "ValueError: full disk" in text and "{'" not in text
     monkeypatch.setattr(Faulty, "request_done", framework.hookimpl(lambda self: None))
     assert run(*line, "--log-level", "error").stderr == "load weights ...\nwarm up ...\n"
 

@@ -79,6 +79,25 @@ def test_machine_has_less_than_the_cgroup_allows(mount: Path, monkeypatch: pytes
     assert (machine.free_memory(), machine.cpus()) == (GIB, 8)
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "flags"),
+    [
+        ("processor\t: 0\nmodel name\t: A: B\nflags\t\t: fma avx2\nmodel name\t: C\n", "A: B", {"fma", "avx2"}),
+        ("processor\t: 0\nFeatures\t: asimd bf16\n", None, {"asimd", "bf16"}),
+        (None, None, set()),
+    ],
+)
+def test_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, name: str | None, flags: set[str]
+) -> None:
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(machine, "_CPUINFO", file)
+    if text is not None:
+        file.write_text(text)
+    assert machine.cpu_flags() == flags
+    assert machine.cpu_name() == name if name else machine.cpu_name()
+
+
 def test_here() -> None:
     assert machine.free_memory() > 0
     assert 1 <= machine.cpus() <= (os.cpu_count() or 1)
