@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import signal
 import subprocess
 import threading
@@ -74,8 +75,9 @@ class _Sequence:
 
 class Stream:
     """The outputs of one response, as they come: an async context manager, and inside it an async iterator of lists of
-    (index of the sequence, output). Leaving it early aborts what is unfinished.
+    (index of the sequence, output), at most one for each sequence. Leaving it early aborts what is unfinished.
 
+    What comes while nobody reads is merged: a slow reader costs the token ids of its own sequences, nothing else.
     Iterating raises `Rejected` for an output that is an error, and `EngineDead`.
     """
 
@@ -83,7 +85,9 @@ class Stream:
         self.record = record
         self._client = client
         self._open = dict(enumerate(ids))
-        self._queue: asyncio.Queue[tuple[int, TokenOutput] | FrameworkError] = asyncio.Queue()
+        self._news: dict[int, TokenOutput] = {}
+        self._error: FrameworkError | None = None
+        self._wake = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,25 +102,19 @@ class Stream:
         return self
 
     async def __anext__(self) -> list[tuple[int, TokenOutput]]:
-        ready: list[tuple[int, TokenOutput]] = []
-        while self._open and not ready:
-            items = [await self._queue.get()]
-            while not self._queue.empty():
-                items.append(self._queue.get_nowait())
-            for item in items:
-                if isinstance(item, FrameworkError):
-                    raise item
-                index, output = item
-                if index not in self._open:
-                    continue
-                if output.finish_reason is not None:
-                    del self._open[index]
-                if output.finish_reason == "error":
-                    raise Rejected(output.error or "the engine gave no reason", output.status, output.retry_after)
-                ready.append(item)
-        if not ready:
+        if not self._open:
             raise StopAsyncIteration
-        return ready
+        await self._wake.wait()
+        self._wake.clear()
+        if self._error is not None:
+            raise self._error
+        news, self._news = self._news, {}
+        for index, output in news.items():
+            if output.finish_reason == "error":
+                raise Rejected(output.error or "the engine gave no reason", output.status, output.retry_after)
+            if output.finish_reason is not None:
+                del self._open[index]
+        return list(news.items())
 
     def stop(self, index: int) -> None:
         """End one sequence, because a stop string was found in its text."""
@@ -124,8 +122,22 @@ class Stream:
         if id is not None:
             self._client.abort([id], "stop")
 
-    def put(self, item: tuple[int, TokenOutput] | FrameworkError) -> None:
-        self._queue.put_nowait(item)
+    def put(self, index: int, output: TokenOutput) -> None:
+        """Keep an output until it is read."""
+        before = self._news.get(index)
+        if before is not None:
+            before.tokens += output.tokens
+            output.index, output.tokens = before.index, before.tokens
+            if before.logprobs is not None:
+                before.logprobs += output.logprobs or ()
+                output.logprobs = before.logprobs
+        self._news[index] = output
+        self._wake.set()
+
+    def fail(self, error: FrameworkError) -> None:
+        """End the whole response with this error."""
+        self._error = error
+        self._wake.set()
 
 
 class EngineClient:
@@ -141,6 +153,7 @@ class EngineClient:
         self._plugins = plugins
         self._spawn = spawn
         self._engine: Spawned | None = None
+        self._reader: asyncio.Task[None] | None = None
         self._stats = EngineStats()
         self._faults: dict[str, int] = {}
         self._sequences: dict[str, _Sequence] = {}
@@ -156,12 +169,22 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._progress = progress
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._engine = self._spawn(self._settings)
         self._context = zmq.asyncio.Context()
+        self._engine = self._spawn(self._settings)
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
-        self._socket.bind(self._engine.address)
+        try:
+            self._socket.bind(self._engine.address)
+        except zmq.ZMQError as error:
+            path = self._engine.address.removeprefix("ipc://")
+            size, most = len(os.fsencode(path)), zmq.IPC_PATH_MAX_LEN
+            why = os.strerror(error.errno or 0)
+            if size > most:
+                why = f"its path has {size} bytes, at most {most} are possible"
+            raise ConfigError(
+                f"TMPDIR: cannot make the socket {path}: {why}; set TMPDIR to a writable folder with a short path"
+            ) from None
         self._reader = self._loop.create_task(self._read())
         threading.Thread(target=self._watch, args=(self._engine.process,), daemon=True).start()
         info = await self._ready
@@ -198,7 +221,7 @@ class EngineClient:
     def fail(self, error: FrameworkError) -> None:
         """End every unfinished response with this error."""
         for stream in {sequence.stream for sequence in self._sequences.values()}:
-            stream.put(error)
+            stream.fail(error)
         self._sequences.clear()
 
     async def close(self) -> None:
@@ -209,8 +232,9 @@ class EngineClient:
         self.dead = self.dead or "the server is shutting down"
         self.fail(EngineDead(self.dead))
         await asyncio.to_thread(engine.end)
-        self._reader.cancel()
-        await asyncio.wait((self._reader,))
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait((self._reader,))
         self._context.destroy(linger=0)
 
     # State
@@ -299,7 +323,7 @@ class EngineClient:
                 deliveries.append(Delivery(record, len(output.tokens), gap, ttft))
             if output.finish_reason is not None:
                 del self._sequences[output.id]
-            sequence.stream.put((sequence.index, output))
+            sequence.stream.put(sequence.index, output)
         if deliveries:
             self.notify("tokens_delivered", deliveries=deliveries)
 
