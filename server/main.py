@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import errno
 import signal
 import socket
@@ -11,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
@@ -23,6 +22,7 @@ from framework.log import configure
 from framework.messages import EngineInfo
 from framework.registry import Plugins
 from framework.settings import Settings
+from framework.terminal import UI
 
 from .app import create_app
 from .client import EngineClient
@@ -36,13 +36,6 @@ JOIN_SECONDS = 2.0
 """How long the end waits for a checkpoint that is being opened."""
 INTERRUPT_SECONDS = 1
 """Ctrl-C: how long clients have to take the event that tells them."""
-
-
-class UI(Protocol):
-    """How start-up is shown (see `framework.terminal`)."""
-
-    def progress(self, stage: str, share: float) -> None: ...
-    def banner(self, info: EngineInfo, url: str, chat: bool) -> None: ...
 
 
 def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
@@ -107,6 +100,7 @@ class _Run:
         self._client = EngineClient(settings, plugins)
         self._server: _Server | None = None
         self._loading: asyncio.Task[Any] | None = None
+        self._opening: threading.Thread | None = None
         self._signal: int | None = None
 
     async def main(self) -> int:
@@ -120,8 +114,11 @@ class _Run:
                 self._server = self._make_server(*self._loading.result())
                 await self._server.serve([self._listener])
         finally:
-            await self._client.close()
+            # All at once: none of these takes longer than 2 s, nor do they together.
+            ending = asyncio.gather(self._client.close(), asyncio.to_thread(self._join))
+            await asyncio.sleep(0)
             self._client.notify("stopping", engine=None)
+            await ending
         return 130 if self._signal == signal.SIGINT else 0
 
     def _on_signal(self, number: int) -> None:
@@ -144,13 +141,18 @@ class _Run:
 
     async def _load(self) -> tuple[EngineInfo, Checkpoint, Tokenizer]:
         starting = asyncio.ensure_future(self._client.start(self._ui.progress))
-        opening = asyncio.ensure_future(_in_thread(lambda: _open(self._settings, self._plugins)))
+        self._opening, opening = _in_thread(lambda: _open(self._settings, self._plugins))
         try:
             info, (checkpoint, tokenizer) = await asyncio.gather(starting, opening)
         finally:
             starting.cancel()
             opening.cancel()
         return info, checkpoint, tokenizer
+
+    def _join(self) -> None:
+        # A thread that comes back from native code while the interpreter ends can abort the process: wait a little.
+        if self._opening is not None:
+            self._opening.join(JOIN_SECONDS)
 
     def _make_server(self, info: EngineInfo, checkpoint: Checkpoint, tokenizer: Tokenizer) -> _Server:
         inputs = InputProcessor(checkpoint, tokenizer, info)
@@ -173,8 +175,8 @@ def _open(settings: Settings, plugins: Plugins) -> tuple[Checkpoint, Tokenizer]:
     return checkpoint, checkpoint.tokenizer()
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
-    """As `asyncio.to_thread`, but at exit nobody waits for long: the thread may be downloading."""
+def _in_thread(work: Callable[[], T]) -> tuple[threading.Thread, asyncio.Future[T]]:
+    """As `asyncio.to_thread`, but at exit nobody has to wait for it: the thread may be downloading."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -197,9 +199,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    # A thread that comes back from native code while the interpreter ends can abort the process: let it come before.
-    atexit.register(thread.join, JOIN_SECONDS)
-    return await future
+    return thread, future
 
 
 def _url(host: str, listener: socket.socket) -> str:
