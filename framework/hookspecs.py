@@ -236,7 +236,8 @@ class Hooks:
 
     @hookspec
     def response_done(self, record: ResponseRecord) -> None:
-        """Server, exactly once per generation request, when its last byte was handed over or it failed. *Event*::
+        """Server, exactly once per generation request, when its last byte was handed over or it failed. *Event.* Such
+        a request is every POST on a route that generates, one that is refused at sight (400, 404, 413) included::
 
         @hookimpl
         def response_done(self, record):

@@ -47,7 +47,7 @@ class RequestIds:
 def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
     """The application for one ready engine."""
     app = FastAPI(title="framework", version=__version__)
-    errors.install(app)
+    errors.install(app, openai.spell)
     client = serving.client
 
     async def health() -> Response:

@@ -1,21 +1,19 @@
-"""Every error as the OpenAI envelope: {"error": {message, type, param, code}}, small whatever the request was."""
+"""Every error as a status, a message and the field at fault; how that is spelled is the dialect's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from http import HTTPStatus
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from framework import EngineDead, FrameworkError, InvalidRequest, Rejected
-from framework.log import get_logger
-
-log = get_logger(__name__)
+from framework.errors import brief
 
 MAX_PROBLEMS = 10
 MAX_INPUT = 200
@@ -30,75 +28,75 @@ class BodyTooLarge(FrameworkError):
     """HTTP 413."""
 
 
-def status_of(error: BaseException) -> int:
-    """The HTTP status of an error."""
+class Problem(NamedTuple):
+    """What a client is told of an error: small whatever the request was, and valid Unicode. `field` is the request
+    field at fault."""
+
+    status: int
+    message: str
+    field: str | None = None
+    headers: Mapping[str, str] = {}
+
+
+Spelling = Callable[[Problem], tuple[int, Any]]
+"""How a dialect says it: (HTTP status, what becomes the JSON body or the data of an event)."""
+
+
+def problem(error: BaseException) -> Problem:
+    """Of errors that are not meant for users nothing but their status is told."""
+    message, field, headers = str(error), None, {}
     match error:
-        case Rejected():
-            return error.status
+        case RequestValidationError():
+            status = 400
+            message, field = _invalid(error)
         case HTTPException():
-            return error.status_code
+            status, message, headers = error.status_code, str(error.detail), dict(error.headers or {})
+        case Rejected():
+            status = error.status
+            if error.retry_after is not None:
+                headers["Retry-After"] = str(math.ceil(error.retry_after))
         case InvalidRequest():
-            return 400
+            status, field = 400, error.field
         case UnknownModel():
-            return 404
+            status, field = 404, "model"
         case BodyTooLarge():
-            return 413
+            status = 413
+        case ClientDisconnect():
+            status, message = 499, "the client went away"
         case EngineDead():
-            return 503
-    return 500
+            status = 503
+        case FrameworkError():
+            status = 500
+        case _:
+            status, message = 500, "internal error; the server's log has the details"
+    return Problem(status, brief(message, MAX_MESSAGE).encode("utf-8", "replace").decode(), field, headers)
 
 
-def envelope(error: BaseException) -> dict[str, Any]:
-    """The body for an error. Of errors that are not meant for users nothing but their status is told."""
-    status = status_of(error)
-    if isinstance(error, HTTPException):
-        message = str(error.detail)
-    else:
-        message = (
-            str(error) if isinstance(error, FrameworkError) else "internal error; the server's log has the details"
-        )
-    param = error.field if isinstance(error, InvalidRequest) else "model" if isinstance(error, UnknownModel) else None
-    return _envelope(status, message, param)
-
-
-def _envelope(status: int, message: str, param: str | None) -> dict[str, Any]:
-    kind = HTTPStatus(status).phrase.replace(" ", "").replace("-", "")
-    message = _brief(message, MAX_MESSAGE).encode("utf-8", "replace").decode()
-    return {"error": {"message": message, "type": kind.removesuffix("Error") + "Error", "param": param, "code": status}}
-
-
-def _brief(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _respond(status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if isinstance(error, Rejected) and error.retry_after is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after))
-    return _respond(status_of(error), envelope(error), headers)
-
-
-async def _on_validation(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
+def _invalid(error: RequestValidationError) -> tuple[str, str | None]:
     problems, first = [], None
-    for problem in error.errors()[:MAX_PROBLEMS]:
-        where = ".".join(str(part) for part in problem["loc"] if part != "body")
-        message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "json_invalid":
-            where, message = "", f"the body is not valid JSON: {problem['ctx']['error']} at character {where}"
-        elif problem["type"] not in ("missing", "value_error"):
-            message += f", got {_brief(repr(problem['input']), MAX_INPUT)}"
+    for found in error.errors()[:MAX_PROBLEMS]:
+        where = brief(".".join(str(part) for part in found["loc"] if part != "body"), MAX_INPUT)
+        message = found["msg"].removeprefix("Value error, ")
+        if found["type"] == "json_invalid":
+            where, message = "", f"the body is not valid JSON: {found['ctx']['error']} at character {where}"
+        elif found["type"] not in ("missing", "value_error"):
+            message += f", got {brief(repr(found['input']), MAX_INPUT)}"
         first = first or where or None
-        problems.append(f"{_brief(where, MAX_INPUT)}: {message}" if where else message)
-    return _respond(400, _envelope(400, "; ".join(problems), _brief(first, MAX_INPUT) if first else None))
+        problems.append(f"{where}: {message}" if where else message)
+    return "; ".join(problems), first
 
 
-def install(app: FastAPI) -> None:
-    """Make `app` answer every error in the envelope. Unexpected ones are logged with their traceback by the server."""
-    app.add_exception_handler(RequestValidationError, _on_validation)
-    for kind in (FrameworkError, HTTPException, Exception):
-        app.add_exception_handler(kind, _on_error)
+def install(app: FastAPI, default: Spelling) -> None:
+    """Make `app` answer every error as its route spells it (see `JsonRoute`), elsewhere as `default` does.
+
+    Unexpected ones are logged with their traceback by the server.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        found = problem(error)
+        spell: Spelling = getattr(request.state, "spell", default)
+        status, body = spell(found)
+        return Response(msgspec.json.encode(body), status, found.headers, "application/json")
+
+    for kind in (RequestValidationError, FrameworkError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, answer)

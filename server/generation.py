@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from opentelemetry import trace
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from starlette.requests import Request
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from framework import Logprobs, ResponseRecord, SamplingParams, Tokenizer
+from framework import InvalidRequest, Logprobs, ResponseRecord, SamplingParams, Tokenizer
 from framework.detokenizer import Assembler, Delta
 from framework.inputs import InputProcessor
 from framework.messages import Add
 
+from .body import JsonRoute
 from .client import EngineClient
-from .errors import UnknownModel, status_of
+from .errors import Spelling, UnknownModel, problem
+from .traceparent import parse
 
 T = TypeVar("T")
 
@@ -42,6 +44,20 @@ class Serving(NamedTuple):
         """Raise `UnknownModel` unless `name` is the served model's, or left out."""
         if name is not None and name != self.model:
             raise UnknownModel(f"model: {name!r} is not served here; available: {self.model}")
+
+
+class Ask(NamedTuple):
+    """What a request asks of each prompt."""
+
+    fields: Mapping[str, Any]
+    """Those fields of `SamplingParams` that are set."""
+    n: int = 1
+    """Choices of each prompt. They are independent draws, with a seed too; the first has the request's own seed."""
+    priority: int = 0
+    tenant: str = ""
+    extra: dict[str, Any] | None = None
+    names: Mapping[str, str] = {}
+    """How the client spells fields, where it is not as we do."""
 
 
 class Prompt(NamedTuple):
@@ -73,25 +89,25 @@ class Choice:
 class Generation:
     """One response. An async context manager that reports to the plugins exactly once, however it ends."""
 
-    def __init__(self, serving: Serving, request: Request, operation: str, prefix: str, **options: Any) -> None:
+    def __init__(self, serving: Serving, request: Request, operation: str, prefix: str) -> None:
         self.serving = serving
         self.choices: list[Choice] = []
-        parent = trace.get_current_span(_PROPAGATOR.extract(dict(request.headers))).get_span_context()
-        start = request.state.start
+        self._request_id: str = request.state.request_id
+        self._spell: Spelling = request.state.spell
+        parent = parse(request.headers.getlist("traceparent"))
         self.record = ResponseRecord(
-            id=f"{prefix}-{request.state.request_id}",
+            id=f"{prefix}-{self._request_id}",
             operation=operation,
             model=serving.model,
-            trace_id=f"{parent.trace_id:032x}" if parent.is_valid else secrets.token_hex(16),
+            trace_id=parent.trace_id if parent else secrets.token_hex(16),
             span_id=secrets.token_hex(8),
-            parent_span_id=f"{parent.span_id:016x}" if parent.is_valid else None,
-            sampled=parent.trace_flags.sampled if parent.is_valid else True,
-            start=start,
-            stages=[("http.receive", start, time.monotonic_ns())],
-            **options,
+            parent_span_id=parent.span_id if parent else None,
+            sampled=parent.sampled if parent else True,
+            start=request.state.start,
         )
 
     async def __aenter__(self) -> Self:
+        self.record.stages.append(("http.receive", self.record.start, time.monotonic_ns()))
         return self
 
     async def __aexit__(
@@ -99,7 +115,7 @@ class Generation:
     ) -> None:
         record = self.record
         record.end = time.monotonic_ns()
-        if isinstance(error, asyncio.CancelledError):
+        if isinstance(error, asyncio.CancelledError | ClientDisconnect):
             record.status = 499  # the client went away
         elif error is not None:
             self.failed(error)
@@ -108,10 +124,12 @@ class Generation:
         record.finish_reasons = [choice.finish_reason or "abort" for choice in self.choices]
         self.serving.client.notify("response_done", record=record)
 
-    def failed(self, error: BaseException) -> None:
-        """Note an error that the client was told of."""
-        self.record.status = status_of(error)
-        self.record.error = str(error) or type(error).__name__
+    def failed(self, error: BaseException) -> Any:
+        """Note an error; what to tell the client of it, as its dialect has it."""
+        found = problem(error)
+        self.record.status, body = self._spell(found)
+        self.record.error = str(error) or type(error).__name__ if found.status == 500 else found.message
+        return body
 
     async def tokenize(self, work: Callable[[], T], size: int) -> T:
         """Run `work`, which tokenises texts of `size` characters."""
@@ -121,16 +139,29 @@ class Generation:
         return result
 
     async def run(
-        self, prompts: Sequence[Prompt], priority: int = 0, tenant: str = "", extra: dict[str, Any] | None = None
-    ) -> AsyncIterator[list[tuple[Choice, Delta]]]:
-        """Generate: what is new, in lists of what came together. Ends when all sequences have; leaving it early
-        aborts them."""
+        self, ask: Ask, tokenize: Callable[[], Awaitable[Sequence[list[int]]]]
+    ) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
+        """Generate `ask.n` choices of each prompt that `tokenize` gives: what is new, in lists of what came together.
+
+        Ends when all sequences have; leaving it early aborts them, at once if it is `aclosing`.
+        """
         record, tokenizer = self.record, self.serving.tokenizer
+        record.attributes = _attributes(ask.fields)
+        prompts = self._prompts(ask, await tokenize())
         record.choices = len(prompts)
         self.choices = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(prompts)]
         adds = [
-            Add(record.id, p.ids, p.params, record.start, priority, tenant, extra=extra or {}, trace=record.traceparent)
-            for p in prompts
+            Add(
+                self._request_id,
+                prompt.ids,
+                prompt.params,
+                record.start,
+                ask.priority,
+                ask.tenant,
+                extra=ask.extra or {},
+                trace=record.traceparent,
+            )
+            for prompt in prompts
         ]
         async with self.serving.client.generate(adds, record) as stream:
             async for outputs in stream:
@@ -138,8 +169,6 @@ class Generation:
                 news = []
                 for index, output in outputs:
                     choice = self.choices[index]
-                    if choice.finish_reason is not None:
-                        continue  # a stop string ended it within this list
                     delta = choice.assembler.push(output)
                     choice.text.append(delta.text)
                     choice.logprobs += delta.logprobs
@@ -151,6 +180,15 @@ class Generation:
                 record.detokenize_ns += time.monotonic_ns() - begin
                 yield news
 
+    def _prompts(self, ask: Ask, every: Sequence[list[int]]) -> list[Prompt]:
+        inputs, seed = self.serving.inputs, ask.fields.get("seed")
+        params = [inputs.params({**ask.fields, "seed": _derived_seed(seed, k)}) for k in range(ask.n)]
+        try:
+            return [Prompt(ids, inputs.complete(p, ids)) for ids in every for p in params]
+        except InvalidRequest as error:
+            name = ask.names.get(error.field, error.field)
+            raise InvalidRequest(name, str(error).replace(error.field, name)) from None
+
     @property
     def prompt_tokens(self) -> int:
         """Of all prompts; those of further choices of one prompt count once."""
@@ -161,4 +199,41 @@ class Generation:
         return sum(choice.num_tokens for choice in self.choices)
 
 
-_PROPAGATOR = TraceContextTextMapPropagator()
+def route(base: type[JsonRoute], serving: Serving, operation: str, prefix: str) -> type[JsonRoute]:
+    """The class of a route that generates: its handler finds the `Generation` in `request.state.generation`.
+
+    A request that fails before its handler has given a `Reply`, bad JSON included, is reported to the plugins too.
+    """
+
+    class GenerationRoute(base):  # type: ignore[misc, valid-type]
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler: Callable[[Request], Coroutine[Any, Any, Response]] = super().get_route_handler()
+
+            async def handle(request: Request) -> Response:
+                request.state.spell = self.spell
+                generation = request.state.generation = Generation(serving, request, operation, prefix)
+                try:
+                    return await handler(request)
+                except BaseException:
+                    async with generation:
+                        raise
+
+            return handle
+
+    return GenerationRoute
+
+
+def _derived_seed(seed: int | None, choice: int) -> int | None:
+    if seed is None or choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
+    return mixed - 2**63
+
+
+def _attributes(params: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    """Sampling fields under their OpenTelemetry names, where they have one."""
+    named = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+    found = {f"gen_ai.request.{name}": params[name] for name in named if name in params}
+    if "stop" in params:
+        found["gen_ai.request.stop_sequences"] = msgspec.json.encode(params["stop"]).decode()
+    return found

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from http.client import responses
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from framework import InvalidRequest, Logprobs, Tokenizer
+from framework import Logprobs, Tokenizer
 from framework.detokenizer import Delta
 
 from .body import JsonRoute
-from .generation import Choice, Generation, Prompt, Serving
-from .schemas import ChatRequest, CompletionRequest, GenerationRequest, attributes, derived_seed
+from .errors import Problem
+from .generation import Ask, Choice, Generation, Serving, route
+from .schemas import ChatRequest, CompletionRequest, GenerationRequest
 from .sse import Reply
 
 FLOOR = -9999.0
 """JSON has no infinity: the least log-probability that is told."""
 
 
+def spell(problem: Problem) -> tuple[int, dict[str, Any]]:
+    """{"error": {message, type, param, code}}."""
+    status, message, field, _ = problem
+    kind = responses.get(status, "").replace(" ", "").replace("-", "")
+    kind = kind.removesuffix("Error") + "Error"
+    return status, {"error": {"message": message, "type": kind, "param": field, "code": status}}
+
+
+class _Route(JsonRoute):
+    spell = staticmethod(spell)
+
+
 class _Reply:
     """What both routes do alike. Subclasses say how a choice looks."""
 
+    done = b"data: [DONE]\n\n"
     object = ""
     chunk_object = ""
 
@@ -45,21 +60,9 @@ class _Reply:
     def deltas(self, choice: Choice, delta: Delta) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
 
-    async def start(self) -> AsyncIterator[list[tuple[Choice, Delta]]]:
-        request, inputs = self.request, self.serving.inputs
-        request.check()
-        fields = request.sampling()
-        self.generation.record.attributes = attributes(fields)
-        n = request.n or 1
-        params = [inputs.params({**fields, "seed": derived_seed(request.seed, k)}) for k in range(n)]
-        every = await self.prompts()
-        try:
-            prompts = [Prompt(ids, inputs.complete(p, ids)) for ids in every for p in params]
-        except InvalidRequest as error:
-            raise request.spelled(error) from None
-        news = self.generation.run(prompts, request.priority or 0, request.user or "", request.extra)
-        async for pieces in news:
-            yield pieces
+    def ask(self) -> Ask:
+        self.request.check()
+        return self.request.ask()
 
     def usage(self) -> dict[str, int]:
         prompt, output = self.generation.prompt_tokens, self.generation.output_tokens
@@ -226,7 +229,7 @@ def _chat_token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]
 
 def router(serving: Serving) -> APIRouter:
     """The routes under /v1."""
-    routes = APIRouter(prefix="/v1", route_class=JsonRoute, tags=["OpenAI"])
+    routes = APIRouter(prefix="/v1", route_class=_Route, tags=["OpenAI"])
     card = {
         "id": serving.model,
         "object": "model",
@@ -237,10 +240,10 @@ def router(serving: Serving) -> APIRouter:
         "max_model_len": serving.inputs.info.max_model_len,
     }
 
-    def reply(kind: type[_Reply], body: GenerationRequest, request: Request, operation: str, prefix: str) -> Response:
+    def reply(kind: type[_Reply], body: GenerationRequest, request: Request) -> Response:
         serving.check_model(body.model)
-        generation = Generation(serving, request, operation, prefix, stream=bool(body.stream))
-        return Reply(generation, kind(serving, generation, body))
+        generation: Generation = request.state.generation
+        return Reply(generation, kind(serving, generation, body), bool(body.stream))
 
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [card]})
@@ -250,13 +253,17 @@ def router(serving: Serving) -> APIRouter:
         return JSONResponse(card)
 
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return reply(_Completion, body, request, "text_completion", "cmpl")
+        return reply(_Completion, body, request)
 
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return reply(_Chat, body, request, "chat", "chatcmpl")
+        return reply(_Chat, body, request)
 
     routes.add_api_route("/models", models)
     routes.add_api_route("/models/{name:path}", model)
-    routes.add_api_route("/completions", completions, methods=["POST"])
-    routes.add_api_route("/chat/completions", chat, methods=["POST"])
+    for path, handler, operation, prefix in (
+        ("/completions", completions, "text_completion", "cmpl"),
+        ("/chat/completions", chat, "chat", "chatcmpl"),
+    ):
+        kind = route(_Route, serving, operation, prefix)
+        routes.add_api_route(path, handler, methods=["POST"], route_class_override=kind)
     return routes

@@ -6,13 +6,13 @@ of models answers a wrong value with an error for each of its branches and eleme
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
-import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from framework import InvalidRequest, SamplingParams
+
+from .generation import Ask
 
 MAX_CHOICES = 128
 MAX_SEQUENCES = 4096
@@ -140,9 +140,8 @@ class GenerationRequest(_Body):
                 fields[name] = tuple(fields[name])
         return {name: value for name, value in fields.items() if value is not None}
 
-    def spelled(self, error: InvalidRequest) -> InvalidRequest:
-        """`error` with the field named as this client spelled it."""
-        return error
+    def ask(self) -> Ask:
+        return Ask(self.sampling(), self.n or 1, self.priority or 0, self.user or "", self.extra)
 
 
 class CompletionRequest(GenerationRequest):
@@ -213,10 +212,9 @@ class ChatRequest(GenerationRequest):
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise InvalidRequest("response_format", "response_format: only {'type': 'text'} is supported")
 
-    def spelled(self, error: InvalidRequest) -> InvalidRequest:
-        if error.field == "max_tokens" and self.max_completion_tokens is not None:
-            return InvalidRequest("max_completion_tokens", str(error).replace("max_tokens", "max_completion_tokens"))
-        return error
+    def ask(self) -> Ask:
+        names = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return super().ask()._replace(names=names)
 
     def sampling(self) -> dict[str, Any]:
         fields = super().sampling()
@@ -226,20 +224,3 @@ class ChatRequest(GenerationRequest):
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         return fields
-
-
-def derived_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of the n-th choice of one prompt: the first has the request's own."""
-    if seed is None or choice == 0:
-        return seed
-    mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
-    return mixed - 2**63
-
-
-def attributes(params: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """Sampling fields under their OpenTelemetry names, where they have one."""
-    named = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
-    found = {f"gen_ai.request.{name}": params[name] for name in named if name in params}
-    if "stop" in params:
-        found["gen_ai.request.stop_sequences"] = msgspec.json.encode(params["stop"]).decode()
-    return found

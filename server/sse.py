@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -16,13 +16,11 @@ from framework import FrameworkError
 from framework.detokenizer import Delta
 from framework.log import get_logger
 
-from .errors import envelope
-from .generation import Choice, Generation
+from .generation import Ask, Choice, Generation
 
 log = get_logger(__name__)
 
 _encode = msgspec.json.Encoder().encode
-_DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -33,8 +31,14 @@ _HEADERS = [
 class Dialect(Protocol):
     """How one route spells what is generated."""
 
-    def start(self) -> AsyncIterator[list[tuple[Choice, Delta]]]:
-        """Tokenise, check, and generate."""
+    done: bytes
+    """What ends a stream, failed ones included; may be empty."""
+
+    def ask(self) -> Ask:
+        """What is asked for. Raises `InvalidRequest`."""
+
+    async def prompts(self) -> Sequence[list[int]]:
+        """Token ids of each prompt. Raises `InvalidRequest`."""
 
     def body(self) -> Any:
         """The whole response, once everything is generated."""
@@ -53,8 +57,9 @@ def _event(data: Any) -> bytes:
 class Reply(Response):
     """Runs a generation and sends it. An error before the first byte is an HTTP error, a later one an event."""
 
-    def __init__(self, generation: Generation, dialect: Dialect) -> None:
+    def __init__(self, generation: Generation, dialect: Dialect, stream: bool) -> None:
         super().__init__()
+        generation.record.stream = stream
         self._generation = generation
         self._dialect = dialect
 
@@ -71,8 +76,9 @@ class Reply(Response):
             work.result()
 
     async def _run(self, send: Send) -> None:
-        async with self._generation, aclosing(self._dialect.start()) as news:  # type: ignore[type-var]
-            if self._generation.record.stream:
+        generation, dialect = self._generation, self._dialect
+        async with generation, aclosing(generation.run(dialect.ask(), dialect.prompts)) as news:
+            if generation.record.stream:
                 await self._stream(news, send)
             else:
                 async for _ in news:
@@ -101,10 +107,9 @@ class Reply(Response):
         except Exception as error:  # the status line is out: whatever went wrong, this client is told by an event
             if not isinstance(error, FrameworkError):
                 log.exception("stream failed")
-            self._generation.failed(error)
             begin = time.monotonic_ns()
-            data = _event(envelope(error))
-        await send({"type": "http.response.body", "body": data + _DONE})
+            data = _event(self._generation.failed(error))
+        await send({"type": "http.response.body", "body": data + self._dialect.done})
         self._generation.record.stages.append(("http.send", begin, time.monotonic_ns()))
 
 

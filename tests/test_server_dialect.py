@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import re
+import secrets
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +17,7 @@ import openai
 import pytest
 from echo_engine import EchoProcess
 from framework.server import client
+from framework.server.body import MAX_BODY
 from serving import Running, eventually, running
 
 from framework.settings import Settings
@@ -316,12 +321,19 @@ def test_bad_content_types(server: Running, kind: str | None) -> None:
 
 
 def test_limited_body(server: Running) -> None:
-    body = (b"a" * 2**20 for _ in range(40))
-    with pytest.raises((httpx.WriteError, AssertionError)):  # the server may stop reading before all is sent
-        response = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-        check_error(response, 413, None)
-        raise AssertionError
-    assert server.http.get("/health").status_code == 200
+    """The server stops reading: who sends on may find the connection closed, who then reads finds the answer."""
+    with socket.create_connection(("127.0.0.1", server.http.base_url.port)) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nX-Request-Id: large\r\n"
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % (64 * 2**20) + b"a" * (MAX_BODY + 1))
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 413
+        assert json.load(answer)["error"]["message"] == f"the body is larger than {MAX_BODY} bytes"
+    record = server.record("cmpl-large")
+    assert record.status == 413
+    exact = b'{"prompt": "a", "max_tokens": 1}'.ljust(MAX_BODY)
+    response = server.http.post("/v1/completions", content=exact, headers={"content-type": "application/json"})
+    assert response.status_code == 200
 
 
 def test_unknown_model_route_and_method(server: Running) -> None:
@@ -377,17 +389,19 @@ def test_a_silent_engine_is_unhealthy_only_while_somebody_waits(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hold", [False, True])
 def test_a_client_that_leaves_frees_its_request(server: Running, stream: bool, hold: bool) -> None:
-    seen = len(server.recorder.records)
+    id = f"leaver-{stream}-{hold}"
     extra = {"hold": True} if hold else {"pace": 0.05}
     body = {"prompt": [[5] * 200] * 2, "n": 2, "stream": stream, "extra": extra}
     timeout = httpx.Timeout(30, read=0.3)
     try:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=timeout) as response:
+        headers = {"X-Request-Id": id}
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=timeout) as response:
             next(response.iter_raw())
             assert stream
     except httpx.ReadTimeout:
         pass
-    record = eventually(lambda: server.recorder.records[seen:])[0]
+    record = server.record(f"cmpl-{id}")
     assert (record.status, record.error) == (499, None) and "abort" in record.finish_reasons
     eventually(lambda: server.engine.stats.running == 0)
     assert completion(server, server.ids("next"))[0]["text"] == "next"
@@ -433,15 +447,70 @@ def test_records(server: Running) -> None:
     assert server.record(response.json()["id"]).parent_span_id is None
 
 
-def test_failures_are_recorded_once(server: Running) -> None:
-    seen = len(server.recorder.records)
-    server.post("/v1/completions", prompt="")
-    server.post("/v1/completions", prompt="a", extra={"error": "no", "status": 429}, stream=True)
-    eventually(lambda: len(server.recorder.records) == seen + 2)
-    assert [(r.status, r.error) for r in server.recorder.records[seen:]] == [
-        (400, "prompt: empty; give at least one token"),
-        (429, "no"),
-    ]
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        ({"prompt": ""}, 400, "prompt: empty; give at least one token"),
+        ({"prompt": "a", "extra": {"error": "no", "status": 429}, "stream": True}, 429, "no"),
+        ({"prompt": "a", "model": "other"}, 404, "model: 'other' is not served here; available: echo"),
+        ({"prompt": "a", "n": "x"}, 400, "n: Input should be a valid integer, got 'x'"),
+        ({"prompt": "a", "top_p": 0}, 400, "top_p must be in (0, 1], got 0.0"),
+        ({"messages": [], "stream_options": {}}, 400, "prompt: Field required"),
+        (b"{", 400, "the body is not valid JSON: Expecting property name enclosed in double quotes at character 1"),
+        (b"a=b", 400, "Content-Type must be application/json, got application/x-www-form-urlencoded"),
+    ],
+)
+def test_failures_are_recorded_once(server: Running, body: Any, status: int, error: str) -> None:
+    id = secrets.token_hex(4)
+    headers = {"X-Request-Id": id, "content-type": "application/json"}
+    if body == b"a=b":
+        headers["content-type"] = "application/x-www-form-urlencoded"
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    assert server.http.post("/v1/completions", content=content, headers=headers).status_code == status
+    record = server.record(f"cmpl-{id}")
+    assert (record.status, record.error) == (status, error)
+    assert 0 < record.start <= record.end and record.stages[0][0] == "http.receive"
+
+
+def test_failures_are_counted_by_status(server: Running) -> None:
+    def failed(status: int) -> float:
+        text = server.http.get("/metrics").text
+        found = re.search(rf'^framework_requests_failed_total{{status="{status}"}} (\S+)$', text, re.M)
+        return float(found[1]) if found else 0.0
+
+    before = {status: failed(status) for status in (400, 404)}
+    server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], model="other")
+    server.post("/v1/chat/completions", messages=1)
+    eventually(lambda: all(failed(status) == count + 1 for status, count in before.items()))
+
+
+def test_a_request_id_finds_the_request_in_the_engine(server: Running) -> None:
+    """The engine's ids are the client's with a number behind."""
+    body = {"prompt": ["a", "b"], "extra": {"error": "{id}", "status": 429}}
+    message = server.http.post("/v1/completions", json=body, headers={"X-Request-Id": "find-me"})
+    assert re.fullmatch(r"find-me-\d+", check_error(message, 429, None))
+
+
+def test_a_slow_reader_harms_nobody(server: Running) -> None:
+    """It reads nothing, though far more than the sockets hold is ready; others are served; then it gets all."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    prompts = [server.ids("abcdefghijklmnopqrstuvwxyz" * 5)] * 400
+    content = json.dumps({"prompt": prompts, "stream": True, "extra": {"pace": 0.001}}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.http.base_url.port))
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        eventually(lambda: server.engine.stats.running == 400)
+        assert completion(server, server.ids("quick"))[0]["text"] == "quick"
+        eventually(lambda: server.engine.stats.running == 0, 30)
+        assert completion(server, server.ids("quick"))[0]["text"] == "quick"
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        texts: dict[int, str] = {}
+        for line in answer.read().decode().split("\n\n")[:-2]:
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == dict.fromkeys(range(400), "abcdefghijklmnopqrstuvwxyz" * 5)
 
 
 # The engine's death: last, for this server does not survive it

@@ -131,7 +131,13 @@ def test_the_server_process_imports_no_torch() -> None:
         "from framework.settings import Settings\n"
         "load_plugins().activate(Settings(), engine=False)"
     )
-    assert loaded(code, "torch", "transformers") == []
+    assert loaded(code, "torch", "transformers", "opentelemetry.sdk") == []
+
+
+def test_only_its_plugin_uses_opentelemetry() -> None:
+    """Versions of FastAPI import its API, without effect: what is in sys.modules says nothing."""
+    users = {name(path) for path in CODE for target, _ in imports(path) if inside(target, "opentelemetry")}
+    assert users == {"plugins/telemetry/otel.py"}
 
 
 def test_the_engine_imports_no_web_framework(tiny_llama: Path) -> None:

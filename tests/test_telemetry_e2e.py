@@ -181,6 +181,13 @@ def test_request_has_every_stage_of_both_processes(spans: list[tuple[int, Span]]
         assert engine != server
 
 
+def test_engine_spans_carry_the_request_id(run: Run, spans: list[tuple[int, Span]]) -> None:
+    """So do log lines of the engine: it is the id that plugins log."""
+    ids = {a.value.string_value for _, span in spans for a in span.attributes if a.key == "framework.request.id"}
+    sampled = run.request_ids[:2]
+    assert len(ids) == 2 and all(any(id.startswith(f"{request}-") for id in ids) for request in sampled)
+
+
 def test_stages_cover_the_request(spans: list[tuple[int, Span]]) -> None:
     tree = children(spans)
     for _, request in requests(spans):

@@ -1,0 +1,282 @@
+"""What no dialect changes: another one beside OpenAI's, clients that leave or lag, a start that fails, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from echo_engine import EchoProcess
+from fastapi import FastAPI, Request, Response
+from framework.server import errors, main, openai
+from framework.server.app import RequestIds, create_app
+from framework.server.body import JsonRoute
+from framework.server.client import EngineClient
+from framework.server.errors import Problem
+from framework.server.generation import Ask, Choice, Generation, Serving, route
+from framework.server.sse import Reply
+from pydantic import BaseModel
+from serving import Recorder
+
+from framework import ConfigError, ResponseRecord, SamplingParams, hookimpl
+from framework.checkpoint import open_checkpoint
+from framework.detokenizer import Delta
+from framework.inputs import InputProcessor
+from framework.messages import Add, EngineInfo
+from framework.process import EngineProcess, spawn
+from framework.registry import Plugins, load_plugins
+from framework.settings import Settings
+
+
+class Served:
+    """A ready echo engine and what serves it, in this loop."""
+
+    def __init__(self, serving: Serving, plugins: Plugins, recorder: Recorder) -> None:
+        self.serving = serving
+        self.plugins = plugins
+        self.recorder = recorder
+
+
+@asynccontextmanager
+async def served(model: Path) -> AsyncIterator[Served]:
+    settings, recorder = Settings(model=str(model), served_model_name="echo"), Recorder()
+    plugins = load_plugins([("recorder", recorder)])
+    plugins.activate(settings, engine=False)
+    client = EngineClient(settings, plugins, EchoProcess)
+    try:
+        info = await client.start()
+        checkpoint = open_checkpoint(settings, plugins)
+        tokenizer = checkpoint.tokenizer()
+        inputs = InputProcessor(checkpoint, tokenizer, info)
+        yield Served(Serving(client, inputs, tokenizer, info.model, 0), plugins, recorder)
+    finally:
+        await client.close()
+
+
+# Another dialect
+
+
+class Body(BaseModel):
+    inputs: str
+    length: int = 200
+    stream: bool = False
+    extra: dict[str, Any] = {}
+
+
+class Route(JsonRoute):
+    @staticmethod
+    def spell(problem: Problem) -> tuple[int, Any]:
+        status = 422 if problem.status == 400 else problem.status
+        return status, {"error": problem.message, "field": problem.field}
+
+
+class Dialect:
+    done = b""
+
+    def __init__(self, generation: Generation, body: Body) -> None:
+        self.generation = generation
+        self.given = body
+
+    def ask(self) -> Ask:
+        return Ask({"max_tokens": self.given.length}, extra=self.given.extra, names={"max_tokens": "length"})
+
+    async def prompts(self) -> Sequence[list[int]]:
+        return [self.generation.serving.inputs.encode(self.given.inputs)]
+
+    def body(self) -> Any:
+        return ["".join(choice.text) for choice in self.generation.choices]
+
+    def events(self, choice: Choice, delta: Delta) -> Iterable[Any]:
+        yield {"piece": delta.text}
+
+    def closing(self) -> Iterable[Any]:
+        yield "end"
+
+
+def both_dialects(serving: Serving) -> RequestIds:
+    app = FastAPI()
+    errors.install(app, openai.spell)
+    app.include_router(openai.router(serving))
+
+    async def generate(body: Body, request: Request) -> Response:
+        generation: Generation = request.state.generation
+        return Reply(generation, Dialect(generation, body), body.stream)
+
+    generate.__annotations__ = {"body": Body, "request": Request}
+    kind = route(Route, serving, "text_completion", "gen")
+    app.router.add_api_route("/generate", generate, methods=["POST"], response_model=None, route_class_override=kind)
+    return RequestIds(app)
+
+
+async def test_a_dialect_has_its_own_errors_and_ends(tiny_llama: Path) -> None:
+    async with served(tiny_llama) as found:
+        transport = httpx.ASGITransport(both_dialects(found.serving))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+
+            async def ask(**body: Any) -> httpx.Response:
+                return await http.post("/generate", json={"inputs": "ab", **body})
+
+            assert (await ask()).json() == ["ab"]
+            lines = [line for line in (await ask(stream=True)).text.split("\n\n") if line]
+            pieces = [json.loads(line.removeprefix("data: ")) for line in lines]
+            assert "".join(piece["piece"] for piece in pieces[:-1]) == "ab" and pieces[-1] == "end"
+
+            response = await ask(length=999)
+            assert response.status_code == 422 and set(response.json()) == {"error", "field"}
+            assert response.json()["field"] == "length" and "999 length" in response.json()["error"]
+            response = await http.post("/generate", content=b"{", headers={"content-type": "application/json"})
+            assert response.status_code == 422 and "not valid JSON" in response.json()["error"]
+            assert (await ask(extra={"error": "full", "status": 529})).json() == {"error": "full", "field": None}
+            assert [r.status for r in found.recorder.records] == [200, 200, 422, 422, 529]
+
+            other = await http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 999})
+            assert other.status_code == 400 and other.json()["error"]["param"] == "max_tokens"
+            assert "error" in (await http.get("/nothing")).json()
+            other = await http.post("/v1/completions", json={"prompt": "a", "extra": {"error": "full", "status": 529}})
+            assert other.status_code == 529 and other.json()["error"]["type"] == "Error"
+
+            last = (await ask(stream=True, extra={"die": 1})).text.split("\n\n")
+            assert last[-1] == "" and set(json.loads(last[-2].removeprefix("data: "))) == {"error", "field"}
+
+
+# Clients that leave, and clients that lag
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_aborted_before_its_response_ends(
+    tiny_llama: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the garbage collector finds the time."""
+    async with served(tiny_llama) as found:
+        client, aborted = found.serving.client, []
+        abort = client.abort
+        monkeypatch.setattr(client, "abort", lambda ids, reason: (aborted.extend(ids), abort(ids, reason)))
+        body = json.dumps({"prompt": [5] * 200, "stream": stream, "extra": {"pace": 0.01}}).encode()
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        requests = asyncio.Queue[dict[str, Any]]()
+        requests.put_nowait({"type": "http.request", "body": body})
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        app = create_app(found.serving, found.plugins)
+        response = asyncio.create_task(app(scope, requests.get, send))  # type: ignore[arg-type]
+        while client.stats.running == 0:
+            await asyncio.sleep(0.01)
+        requests.put_nowait({"type": "http.disconnect"})
+        await response
+        assert len(aborted) == 1
+        (record,) = found.recorder.records
+        assert (record.status, record.finish_reasons) == (499, ["abort"])
+
+
+async def test_a_client_that_leaves_while_it_asks(tiny_llama: Path) -> None:
+    async with served(tiny_llama) as found:
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+        async def receive() -> Any:
+            return next(messages)
+
+        async def send(message: Any) -> None:
+            pass
+
+        await create_app(found.serving, found.plugins)(scope, receive, send)  # no exception: nothing went wrong here
+        assert [(r.status, r.error) for r in found.recorder.records] == [(499, None)]
+
+
+async def test_what_nobody_reads_takes_little_room(tiny_llama: Path) -> None:
+    """Outputs that wait are one for each sequence, whatever their number was."""
+    async with served(tiny_llama) as found:
+        client = found.serving.client
+        record = ResponseRecord(id="a", operation="chat", model="echo", trace_id="", span_id="")
+        prompts = [list(range(1, 200)), list(range(1, 100))]
+        adds = [Add("a", prompt, SamplingParams(logprobs=0), 1) for prompt in prompts]
+        async with client.generate(adds, record) as stream:
+            step = client.stats.step
+            while client.stats.step == step or client.stats.running:
+                await asyncio.sleep(0.01)
+            outputs = [output async for outputs in stream for output in outputs]
+        assert [index for index, _ in outputs] == [0, 1]
+        for (_, output), prompt in zip(outputs, prompts, strict=True):
+            assert (output.index, output.tokens, output.finish_reason) == (0, prompt, "length")
+            assert [entry.token for entry in output.logprobs or ()] == prompt
+
+
+# Start and end
+
+
+async def test_a_folder_for_the_socket_whose_path_is_too_long(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    settings, processes = Settings(model=str(tiny_llama)), []
+
+    def noted(settings: Settings) -> EngineProcess:
+        processes.append(spawn(settings))
+        return processes[-1]
+
+    client = EngineClient(settings, load_plugins(), noted)
+    with pytest.raises(ConfigError, match=r"^TMPDIR: .* at most 107 "):
+        await client.start()
+    await client.close()
+    assert not psutil.pid_exists(processes[0].process.pid) and list(long.iterdir()) == []
+
+
+async def test_the_end_while_loading_waits_for_everything_at_once(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine, a plugin and the checkpoint's thread: each goes on only when all have begun to end."""
+    together = threading.Barrier(3, timeout=10)
+
+    class Slow(EchoProcess):
+        def end(self, patience: float = 2.0) -> None:
+            together.wait()
+            super().end()
+
+    class Plugin:
+        @hookimpl
+        def stopping(self) -> None:
+            together.wait()
+
+    class UI:
+        def progress(self, stage: str, share: float) -> None:
+            asyncio.get_running_loop().call_soon(run._on_signal, signal.SIGINT)
+
+        def banner(self, info: EngineInfo, url: str, chat: bool) -> None:
+            raise AssertionError("it is not ready")
+
+    monkeypatch.setattr(main, "_open", lambda settings, plugins: together.wait())
+    settings = Settings(model=str(tiny_llama))
+    plugins = load_plugins([("slow", Plugin())])
+    plugins.activate(settings, engine=False)
+    with main.bind("127.0.0.1", 0) as listener:
+        run = main._Run(settings, plugins, UI(), listener)
+        run._client = EngineClient(settings, plugins, Slow)
+        assert await run.main() == 130
+    assert not together.broken
+    assert run._opening is not None and not run._opening.is_alive()
