@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 import uvicorn
 from framework.server.app import create_app
 from framework.server.client import EngineClient
@@ -88,6 +89,8 @@ def running(settings: Settings, **client_options: Any) -> Iterator[Running]:
     client = EngineClient(settings, plugins, **client_options)
     ready = threading.Event()
     found: list[Any] = []
+    environment = pytest.MonkeyPatch()
+    environment.setenv("OMP_NUM_THREADS", "1")  # of the engine process
 
     async def serve() -> None:
         try:
@@ -115,4 +118,5 @@ def running(settings: Settings, **client_options: Any) -> Iterator[Running]:
         if found:
             found[1].should_exit = True
         thread.join(30)
+        environment.undo()
         assert not thread.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -29,7 +30,9 @@ class Served:
         self.log = tmp_path / f"serve-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "framework", "serve", "--model", str(model), "--port", "0", *flags]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
         self.url = ""
 
     @property

@@ -114,17 +114,21 @@ def test_many_at_once(server: Running) -> None:
 def test_disconnects_free_everything(server: Running, stream: bool) -> None:
     """Running ones and queued ones: 40 sequences, 16 seats."""
 
+    began = threading.Event()
+
     def leave() -> None:
         body = {"prompt": ["The"] * 20, "n": 2, "max_tokens": 300, "ignore_eos": True, "stream": stream}
         try:
             with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=0.5) as response:
                 next(response.iter_raw())
+                began.wait(10)
         except httpx.ReadTimeout:
             pass
 
     thread = threading.Thread(target=leave)
     thread.start()
     eventually(lambda: server.engine.stats.running > 0)
+    began.set()
     thread.join()
     eventually(lambda: gauge(server, "requests_running") == gauge(server, "requests_waiting") == 0)
     assert gauge(server, "kv_cache_usage") == 0
