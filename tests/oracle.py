@@ -7,19 +7,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from framework import Logprobs
+
 NEAR = 2e-4
 """Two float32 logits closer than this may be ranked either way by a correct implementation."""
 MOST_NEAR_TIES = 0.005
 """Share of positions that may fall under that rule before a test fails."""
+CLOSE = 1e-4
+"""Log-probabilities of two correct implementations differ by less."""
+TOP = 8
+"""How many of each position's likeliest tokens a reference keeps."""
 
 
 class Reference(NamedTuple):
-    """tokens: greedy continuation of `prompt`. gaps: best minus second best logit at each. logprobs: of each token."""
+    """tokens: greedy continuation of `prompt`. tops: at each, the log-probabilities of the TOP likeliest tokens."""
 
     prompt: list[int]
     tokens: list[int]
-    gaps: list[float]
-    logprobs: list[float]
+    tops: list[dict[int, float]]
 
 
 @torch.inference_mode()
@@ -36,33 +41,44 @@ def reference(model: Any, prompt: Sequence[int], count: int) -> Reference:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    logits = torch.stack([row[0] for row in out.logits]).float()
-    best = logits.topk(2, -1).values
-    tokens = out.sequences[0, len(prompt) :]
-    logprobs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    return Reference(list(prompt), tokens.tolist(), (best[:, 0] - best[:, 1]).tolist(), logprobs.tolist())
+    best = torch.stack([row[0] for row in out.logits]).float().log_softmax(-1).topk(TOP)
+    tops = [dict(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return Reference(list(prompt), out.sequences[0, len(prompt) :].tolist(), tops)
 
 
 def assert_equal(
-    references: Sequence[Reference], outputs: Sequence[Sequence[int]], again: Callable[[list[int], int], Sequence[int]]
+    references: Sequence[Reference],
+    outputs: Sequence[Sequence[Logprobs]],
+    again: Callable[[list[int], int], Sequence[Logprobs]],
 ) -> int:
     """Every output must equal its reference token for token, but for near-ties, after which `again(prompt, count)`
-    continues from the reference's token. Returns the number of near-ties; prints and bounds it."""
+    continues from the reference's token: so every position is compared, with its log-probabilities. Returns the number
+    of near-ties; prints and bounds it."""
     near = positions = 0
     for ref, output in zip(references, outputs, strict=True):
         positions += len(ref.tokens)
-        start, got = 0, list(output)
-        while got != ref.tokens[start:]:
+        start, got = 0, output
+        while start < len(ref.tokens):
             assert len(got) == len(ref.tokens) - start, f"{len(got)} tokens, expected {len(ref.tokens) - start}"
-            at = start + next(i for i, (a, b) in enumerate(zip(got, ref.tokens[start:], strict=True)) if a != b)
-            assert ref.gaps[at] < NEAR, (
-                f"token {at} is {got[at - start]}, transformers has {ref.tokens[at]}, {ref.gaps[at]:.2g} ahead"
-            )
-            near += 1
+            for at, entry in enumerate(got, start):
+                _assert_close(entry, ref.tops[at], at)
+                if entry.token != ref.tokens[at]:
+                    near += 1
+                    break
             start = at + 1
-            if start == len(ref.tokens):
-                break
-            got = list(again(ref.prompt + ref.tokens[:start], len(ref.tokens) - start))
+            if start < len(ref.tokens):
+                got = again(ref.prompt + ref.tokens[:start], len(ref.tokens) - start)
     print(f"near-ties: {near} of {positions} positions")
     assert near <= MOST_NEAR_TIES * positions, f"{near} near-ties in {positions} positions"
     return near
+
+
+def _assert_close(entry: Logprobs, top: dict[int, float], at: int) -> None:
+    """The token is the reference's best or nearly so; so are those listed beside it, and their values."""
+    values = sorted(top.values(), reverse=True)
+    behind = values[0] - top.get(entry.token, float("-inf"))
+    assert behind < NEAR, f"token {at} is {entry.token}, {behind:.2g} behind the best of {top}"
+    for (token, value), expected in zip([(entry.token, entry.logprob), *entry.top], values[:1] + values, strict=False):
+        assert token in top, f"token {at}: {token} is listed, and none of {top}"
+        assert abs(value - top[token]) < CLOSE, f"token {at}: log-probability {value} of {token}, not {top[token]}"
+        assert value > expected - NEAR, f"token {at}: {token} is listed before a likelier one of {top}"

@@ -1,0 +1,68 @@
+"""The comparison with references refuses wrong tokens, at near-ties too, and wrong log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from oracle import CLOSE, NEAR, Reference, assert_equal
+
+from framework import Logprobs
+
+FAR = {1: -0.5, 2: -1.5, 3: -2.0}
+TIE = {1: -0.7, 2: -0.7 - NEAR / 2, 3: -3.0}
+COUNT = 400  # one near-tie may pass
+
+
+def entry(token: int, top: dict[int, float], off: float = 0.0) -> Logprobs:
+    best = sorted(top.items(), key=lambda item: -item[1])[:2]
+    return Logprobs(token, top[token] + off, 1, tuple((id, value + off) for id, value in best))
+
+
+def compare(tops: list[dict[int, float]], output: Sequence[Logprobs], again: int = 1) -> int:
+    """The number of near-ties; a continuation chooses `again` everywhere."""
+    ref = Reference([9], [1] * len(tops), tops)
+
+    def rest(prompt: list[int], count: int) -> list[Logprobs]:
+        assert prompt == [9] + [1] * (len(tops) - count)
+        return [entry(again, top) for top in tops[-count:]]
+
+    return assert_equal([ref], [output], rest)
+
+
+def test_equal_outputs() -> None:
+    tops = [FAR, TIE, FAR]
+    assert compare(tops, [entry(1, top, CLOSE / 2) for top in tops]) == 0
+
+
+@pytest.mark.parametrize("at", [0, 7, COUNT - 1])
+def test_a_near_tie_admits_the_second_best_alone(at: int) -> None:
+    tops = [TIE if i == at else FAR for i in range(COUNT)]
+    output = [entry(1, top) for top in tops[:at]] + [entry(2, TIE)] + [entry(3, FAR)] * (COUNT - at - 1)
+    assert compare(tops, output) == 1
+    output[at] = entry(3, TIE)
+    with pytest.raises(AssertionError, match=f"token {at} is 3, 2.3 behind the best"):
+        compare(tops, output)
+
+
+def test_what_follows_a_near_tie_is_compared_too() -> None:
+    tops = [TIE, *[FAR] * COUNT]
+    with pytest.raises(AssertionError, match="token 1 is 2, 1 behind"):
+        compare(tops, [entry(2, TIE)] * (COUNT + 1), again=2)
+
+
+def test_near_ties_are_bounded() -> None:
+    tops = [TIE, TIE, *[FAR] * 100]
+    with pytest.raises(AssertionError, match="1 near-ties in 102 positions"):
+        compare(tops, [entry(2, TIE)] * 102)
+
+
+def test_log_probabilities_and_their_order() -> None:
+    with pytest.raises(AssertionError, match=r"log-probability .* of 1, not -0.5"):
+        compare([FAR], [entry(1, FAR, 2 * CLOSE)])
+    with pytest.raises(AssertionError, match="3 is listed before a likelier one"):
+        compare([FAR], [Logprobs(1, -0.5, 1, ((1, -0.5), (3, -2.0)))])
+    with pytest.raises(AssertionError, match="7 is listed, and none of"):
+        compare([FAR], [Logprobs(1, -0.5, 1, ((1, -0.5), (7, -1.5)))])
+    swapped = Logprobs(1, -0.7, 1, ((2, -0.7 - NEAR / 2), (1, -0.7)))
+    assert compare([TIE], [swapped]) == 0
