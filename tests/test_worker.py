@@ -1,157 +1,20 @@
-"""The torch executor, driven by plans made by hand, against transformers."""
+"""Steps of the torch executor, driven by plans made by hand, against transformers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from driver import BLOCK, GREEDY, Driver, Spy, build, prompt
 from transformers import AutoModelForCausalLM
 
-from framework import (
-    ConfigError,
-    Copy,
-    Delta,
-    ModelError,
-    Plan,
-    PluginError,
-    RequestData,
-    SampleBatch,
-    SamplingParams,
-    Slice,
-    StepResult,
-    hookimpl,
-)
-from framework.checkpoint import open_checkpoint
-from framework.plan import Preempted
-from framework.registry import load_plugins
-from framework.settings import Settings
-from framework.types import Mode
-from framework.worker import TorchExecutor, log_probabilities, resolve_device, resolve_dtype
+from framework import Copy, Delta, Plan, PluginError, SampleBatch, SamplingParams, Slice
+from framework.worker import TorchExecutor, log_probabilities
 
-BLOCK = 4
-BLOCKS = 96
 NEAR = 2e-4
-GREEDY = SamplingParams(temperature=0)
-
-
-class Spy:
-    """A logits processor that remembers its batches and does to the logits what a test says."""
-
-    def __init__(self) -> None:
-        self.change: Callable[[torch.Tensor, SampleBatch], None] = lambda logits, batch: None
-        self.added: list[tuple[str, ...]] = []
-        self.removed: list[tuple[str, ...]] = []
-        self.seen: list[dict[str, tuple[list[int], list[int], int]]] = []
-
-    @hookimpl
-    def process_logits(self, logits: torch.Tensor, batch: SampleBatch) -> None:
-        assert logits.dtype == torch.float32 and len(logits) == len(batch.owner)
-        self.added.append(tuple(batch.added))
-        self.removed.append(tuple(batch.removed))
-        self.seen.append(
-            {
-                id: (batch.prompt_tokens(id).tolist(), batch.output_tokens(id).tolist(), length)
-                for id, length in zip(batch.ids, batch.output_len, strict=True)
-            }
-        )
-        self.change(logits, batch)
-
-
-def build(model: Path, spy: Spy | None = None, **options: Any) -> TorchExecutor:
-    settings = Settings(
-        **{
-            "model": str(model),
-            "device": "cpu",
-            "dtype": "float32",
-            "threads": 1,
-            "block_size": BLOCK,
-            "kv_blocks": BLOCKS,
-            "max_num_seqs": 8,
-            **options,
-        }
-    )
-    plugins = load_plugins([("spy", spy)] if spy else [])
-    plugins.activate(settings, engine=True)
-    return TorchExecutor(settings, plugins, open_checkpoint(settings, plugins))
-
-
-class Driver:
-    """Makes plans by hand. Blocks come from a shuffled pool, so that no table is contiguous."""
-
-    def __init__(self, executor: TorchExecutor, seed: int = 0) -> None:
-        self.executor = executor
-        self.free = list(range(BLOCKS))
-        random.Random(seed).shuffle(self.free)
-        self.tokens: dict[str, list[int]] = {}
-        self.prompt_len: dict[str, int] = {}
-        self.computed: dict[str, int] = {}
-        self.blocks: dict[str, list[int]] = {}
-        self.data: dict[str, tuple[SamplingParams, int]] = {}
-        self.logprobs: dict[str, list[Any]] = {}
-        self.new: list[str] = []
-        self.gone: list[str] = []
-        self.preempted: list[str] = []
-        self.steps = 0
-
-    def add(self, id: str, prompt: Sequence[int], params: SamplingParams = GREEDY, seed: int = 0) -> None:
-        self.tokens[id], self.prompt_len[id] = list(prompt), len(prompt)
-        self.data[id], self.logprobs[id] = (params, seed), []
-        self.resume(id)
-
-    def resume(self, id: str) -> None:
-        self.computed[id], self.blocks[id] = 0, []
-        self.new.append(id)
-
-    def release(self, id: str, preempt: bool = False) -> None:
-        self.free += self.blocks.pop(id)
-        (self.preempted if preempt else self.gone).append(id)
-
-    def plan(self, wants: dict[str, int], copies: Sequence[Copy] = ()) -> Plan:
-        slices = []
-        for id, most in wants.items():
-            start, known, table = self.computed[id], len(self.tokens[id]), self.blocks[id]
-            count = min(most, known - start)
-            first = len(table)
-            table += [self.free.pop() for _ in range(-(-(start + count) // BLOCK) - first)]
-            deltas = (Delta(0, first, tuple(table[first:])),) if len(table) > first else ()
-            slices.append(Slice(id, start, count, deltas, start + count == known))
-        plan = Plan(
-            self.steps,
-            new=tuple(RequestData(id, list(self.tokens[id]), self.prompt_len[id], *self.data[id]) for id in self.new),
-            slices=tuple(slices),
-            copies=tuple(copies),
-            preempted=tuple(Preempted(id, Mode.RECOMPUTE) for id in self.preempted),
-            finished=tuple(self.gone),
-        )
-        self.steps += 1
-        self.new, self.gone, self.preempted = [], [], []
-        return plan
-
-    def commit(self, plan: Plan, result: StepResult) -> None:
-        for s in plan.slices:
-            self.computed[s.request_id] += s.tokens
-            assert (s.request_id in result.tokens or s.request_id in result.errors) == s.samples
-            self.tokens[s.request_id] += result.tokens.get(s.request_id, ())
-            self.logprobs[s.request_id] += result.logprobs.get(s.request_id, ())
-
-    def step(self, wants: dict[str, int], copies: Sequence[Copy] = ()) -> StepResult:
-        plan = self.plan(wants, copies)
-        result = self.executor.submit(plan).result()
-        assert result.step == plan.step
-        self.commit(plan, result)
-        return result
-
-    def output(self, id: str) -> list[int]:
-        return self.tokens[id][self.prompt_len[id] :]
-
-    def run(self, id: str, count: int, chunk: int = 10**6) -> list[int]:
-        while len(self.output(id)) < count:
-            self.step({id: chunk})
-        return self.output(id)
 
 
 @pytest.fixture(scope="module")
@@ -198,10 +61,6 @@ def assert_greedy(driver: Driver, id: str, reference: Reference) -> None:
     logits = reference(driver.tokens[id], len(output))[:-1]
     chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
     assert (chosen >= logits.amax(-1) - NEAR).all()
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(100, 250), k=length)
 
 
 # Forward
@@ -474,93 +333,3 @@ def test_equal_log_probabilities_are_listed_by_token() -> None:
     assert [[token for token, _ in entries] for entries in top] == [[1, 2, 3], [1], [], [1, 2, 3, 4, 0, 5]]
     ranks = [entry.rank for entry in log_probabilities(logprobs, torch.tensor([1, 4, 0, 5]), [0, 0, 0, 0])]
     assert ranks == [1, 2, 5, 6]
-
-
-# Start
-
-
-def test_start_reports_what_it_found(tiny_llama: Path) -> None:
-    stages: list[tuple[str, float]] = []
-    executor = build(tiny_llama)
-    capacity = executor.start(lambda stage, share: stages.append((stage, share)))
-    assert capacity.blocks == {"device": BLOCKS, "host": 0}
-    group = executor.cache_spec.groups[0]
-    assert capacity.block_bytes == 2 * group.layers * group.kv_heads * group.head_dim * BLOCK * 4
-    assert (executor.dtype_name, executor.backend_name, executor.threads) == ("float32", "torch", 1)
-    assert executor.cache_spec.block_size == BLOCK and executor.device_name
-    loading = [share for stage, share in stages if stage == "load weights"]
-    assert loading == sorted(loading) and (loading[0], loading[-1]) == (0, 1)
-    executor.stop()
-    executor.stop()
-    assert executor.model is None
-
-
-def test_pool_size(tiny_llama: Path) -> None:
-    def blocks(**options: Any) -> int:
-        executor = build(tiny_llama, **options)
-        capacity = executor.start()
-        executor.stop()
-        return capacity.blocks["device"]
-
-    group = {"kv_blocks": None, "max_num_seqs": 64}
-    size = build(tiny_llama).start().block_bytes
-    assert blocks(kv_blocks=5, kv_memory="0.9") == 5
-    assert blocks(**group, kv_memory=f"{10 * size + size // 2}B") == 10
-    # By default never more than all seats at full length could fill; a size that was asked for stays.
-    assert blocks(kv_blocks=None, max_num_seqs=2) == 2 * 512 // BLOCK
-    assert blocks(kv_blocks=None, max_num_seqs=2, max_model_len=30) == 2 * 8
-    assert blocks(kv_blocks=None, max_num_seqs=2, max_model_len=30, kv_memory=f"{100 * size}B") == 100
-    with pytest.raises(ConfigError, match=r"--kv-memory 4TiB: .* is more than the .* free"):
-        blocks(**group, kv_memory="4TiB")
-    with pytest.raises(ConfigError, match=rf"--kv-memory {size - 1}B: .* do not hold one KV block.*{size} bytes"):
-        blocks(**group, kv_memory=f"{size - 1}B")
-    with pytest.raises(ConfigError, match=r"--kv-blocks 1000000000: .* is more than the .* free"):
-        blocks(kv_blocks=10**9)
-
-
-def test_fraction_is_of_the_free_memory(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = build(tiny_llama).start().block_bytes
-    monkeypatch.setattr("framework.machine.free_memory", lambda: 40 * size)
-    for asked, expected in (("0.25", 10), ("1", 40), (None, 12)):
-        assert build(tiny_llama, kv_blocks=None, kv_memory=asked).start().blocks["device"] == expected
-
-
-def test_threads(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--threads, then OMP_NUM_THREADS, then the CPUs of this process."""
-    monkeypatch.setattr("framework.machine.cpus", lambda: 3)
-    before = torch.get_num_threads()
-    for told, option, expected in (("", None, 3), ("2", None, 2), ("2", 1, 1)):
-        monkeypatch.setenv("OMP_NUM_THREADS", told)
-        executor = build(tiny_llama, threads=option)
-        executor.start()
-        assert executor.threads == torch.get_num_threads() == expected
-    torch.set_num_threads(before)
-
-
-def test_devices() -> None:
-    assert resolve_device("cpu").type == "cpu"
-    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("gpu", "cuda:x", "meta", "cpu:0:1"):
-        with pytest.raises(ConfigError, match=f"--device {name}: expected auto, cpu, cuda or cuda:N"):
-            resolve_device(name)
-    with pytest.raises(ConfigError, match="--device cuda:99"):
-        resolve_device("cuda:99")
-
-
-def test_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    assert resolve_dtype("float16", cpu) is torch.float16
-    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("framework.worker._has_bfloat16", lambda device, native=native: native)
-        assert resolve_dtype("auto", cpu) is expected
-    monkeypatch.undo()
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    native = "avx512_bf16" in flags or "amx_bf16" in flags
-    assert resolve_dtype("auto", cpu) is (torch.bfloat16 if native else torch.float32)
-
-
-def test_checkpoint_without_architecture(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = build(tiny_llama)
-    monkeypatch.setitem(executor.checkpoint.config, "architectures", [])
-    with pytest.raises(ModelError, match="architectures"):
-        executor.start()
