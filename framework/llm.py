@@ -17,6 +17,7 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import asdict
 
+from . import machine
 from .checkpoint import open_checkpoint
 from .detokenizer import Assembler
 from .errors import ConfigError, FrameworkError, InvalidRequest, Rejected
@@ -71,6 +72,7 @@ class LLM:
             flags["model"] = str(model)
         if settings is not None and flags:
             raise ConfigError(f"give either settings or {', '.join(flags)}, not both")
+        machine.wait_passively()
         self.settings = settings or Settings.load(None, **flags)
         loaded = load_plugins(plugins)
         loaded.activate(self.settings, engine=True)

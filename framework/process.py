@@ -22,6 +22,7 @@ from typing import NoReturn
 import msgspec
 import zmq
 
+from . import machine
 from .engine import Engine
 from .errors import FrameworkError
 from .messages import Abort, Add, Fatal, FromEngine, Outputs, Progress, Ready, ToEngine
@@ -157,6 +158,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def main() -> int:
+    machine.wait_passively()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
     header = msgspec.msgpack.decode(_read_exactly(int.from_bytes(_read_exactly(4), "big")))
