@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from serving import eventually
 from typer.testing import CliRunner
 
 import framework
@@ -282,6 +285,23 @@ def test_generate_logs_as_it_is_told(tiny_llama: Path, monkeypatch: pytest.Monke
 def test_generate_refuses_before_it_loads(line: str, message: str) -> None:
     result = run("generate", "hello", *line.split())
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["early", "load weights"])
+def test_ctrl_c_while_generate_loads(demo_model: Path, tmp_path: Path, moment: str) -> None:
+    log = tmp_path / "stderr"
+    line = [sys.executable, "-m", "framework", "generate", "hello", "--model", str(demo_model)]
+    with log.open("w") as file:
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=file, start_new_session=True)
+    try:
+        eventually(lambda: psutil.Process(process.pid).cpu_times().user > 0.2 if moment == "early" else log.read_text())
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=5)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (130, b"")
+    assert log.read_text() in ("", "load weights ...\n")
 
 
 INFO = EngineInfo(
