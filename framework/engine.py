@@ -93,10 +93,8 @@ class Engine:
     def _accept(self, request: Request) -> Reject | None:
         try:
             refused: Reject | None = self.plugins.hook.accept(request=request, view=self.planner.view)
-            if not isinstance(refused, Reject | None):
-                raise TypeError(f"accept must answer Reject or None, got {refused!r}")
-            return refused
-        except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; it fails this request, counted and named
+            return _checked(refused)
+        except (Exception, SystemExit) as exc:  # noqa: BLE001 - a plugin may raise anything; it fails this request, counted and named
             plugin = self.plugins.blame("accept", exc)
             self._fault(plugin, "accept", exc)
             return Reject(f"plugin {plugin!r} failed on this request: {type(exc).__name__}: {exc}", status=500)
@@ -210,7 +208,7 @@ class Engine:
     def _notify(self, hook: str, **arguments: Any) -> None:
         self.plugins.notify(hook, self._fault, **arguments)
 
-    def _fault(self, plugin: str, hook: str, exc: Exception) -> None:
+    def _fault(self, plugin: str, hook: str, exc: BaseException) -> None:
         message = f"plugin {plugin!r} failed in {hook}: {type(exc).__name__}: {exc}"
         report_fault(self.planner.policy.faults, plugin, message, exc)
         if self.planner.limits.strict and not self._closing:
@@ -242,6 +240,20 @@ class Engine:
         self.abort(list(self.requests))
         self._notify("stopping", engine=self)
         self.executor.stop()
+
+
+def _checked(refused: Reject | None) -> Reject | None:
+    """What `accept` answered, if it can be told to a client."""
+    if refused is None:
+        return None
+    if not isinstance(refused, Reject):
+        raise TypeError(f"accept must answer Reject or None, got {refused!r}")
+    reason, retry_after, status = refused
+    if not isinstance(reason, str) or not isinstance(status, int) or not 400 <= status <= 599:
+        raise ValueError(f"accept must give a reason and a status of 400 to 599, got {refused!r}")
+    if retry_after is not None and not (isinstance(retry_after, int | float) and 0 <= retry_after < float("inf")):
+        raise ValueError(f"accept must give retry_after in seconds, or None, got {refused!r}")
+    return refused._replace(reason=reason.encode("utf-8", "replace").decode())
 
 
 def _refusal(id: str, reason: str, status: int, retry_after: float | None = None) -> TokenOutput:

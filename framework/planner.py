@@ -63,10 +63,7 @@ class Planner:
 
     def remove(self, request: Request) -> None:
         """Finished or aborted: its blocks are freed, and the executor is told with the next plan."""
-        if request.status is Status.RUNNING:
-            self.view.running.remove(request)
-        else:
-            self.view.queued.remove(request)
+        (self.view.running if request.status is Status.RUNNING else self.view.queued).remove(request)
         if request.admitted_at is not None:
             self._dropped.append(request.id)
         self.kv.release(request)
@@ -84,12 +81,13 @@ class Planner:
             self._stalled = 0
             return None
         start, self.stages = self._ns(), []
+        suspects = [r for r in self._suspects if r.failures and r.status is not Status.FINISHED]
         if self._stalled >= MAX_STALLED:
             self.forced += 1
             self.policy.stalled(MAX_STALLED)
             ranking: Ranking = [*default_order(view.running), *((r, None) for r in view.waiting)]
-        elif suspect := next((r for r in self._suspects if r.failures and r.status is not Status.FINISHED), None):
-            ranking = [(suspect, None), *((r, 0) for r in view.running if r is not suspect)]
+        elif suspects:
+            ranking = [(suspects[0], None), *((r, 0) for r in view.running if r is not suspects[0])]
         else:
             ranking = self.policy.rank(view, Budget(self.limits.tokens, max(0, self.limits.seats - len(view.running))))
         ranked = self._ns()
@@ -97,7 +95,8 @@ class Planner:
         self.stages[:0] = [("admission", start, ranked), ("kv_allocation", ranked, self._ns())]
         self.policy.step_over()
         self._stalled = 0 if self._granted else self._stalled + 1
-        self._suspects = self._suspects if self._granted else []
+        if suspects and not self._granted:  # it found no room: let the scheduler go on
+            self._suspects = suspects[1:]
         preempted = tuple(Preempted(r.id, mode) for r, mode in self._fallen.items())
         for request in self._fallen:
             view.queued.add(request)
@@ -165,8 +164,7 @@ class Planner:
         return len(self.view.running) + len(started) - len(self._fallen)
 
     def _admit(self, ranking: Ranking, request: Request, started: list[Request]) -> Reservation | None:
-        """Blocks for the whole known length of a waiting request, not only its first chunk: requests that reserve a
-        chunk at a time evict one another half-way."""
+        """Blocks for the whole known length: requests that reserve a chunk at a time evict one another half-way."""
         others = self._others(started)
         keep = self.limits.watermark if others else 0
         if others < self.limits.seats or not others:
@@ -278,8 +276,8 @@ class Planner:
     def fail(self, plan: Plan) -> list[Request]:
         """The step raised: release everything running and whatever the plan swapped out, to be computed again.
 
-        Older swaps and published blocks survive. Who was in two failing steps runs alone next, so that one request
-        cannot take others along. Returns those whose third failure this is: the caller ends them.
+        Older swaps and published blocks survive. Who was in two failing steps runs alone next, to take nobody along.
+        Returns those whose third failure, alone, this is: the caller ends them.
         """
         granted, fallen = self._submitted.pop(plan.step)
         touched = [r for r, _ in granted]
@@ -295,6 +293,6 @@ class Planner:
             request.drafts = 0
         self._dropped[:0] = plan.finished  # the executor may not have come to them
         for request in touched:
-            request.failures += 1
-        self._suspects = [r for r in touched if r.failures == 2]
+            request.failures += request.failures < 2 or len(touched) == 1  # only who fails alone is at fault
+        self._suspects = [r for r in dict.fromkeys((*self._suspects, *touched)) if r.failures == 2]
         return [r for r in touched if r.failures >= 3]

@@ -62,7 +62,7 @@ class Policy:
         try:
             answer = self._hook.admit(view=view, budget=budget)
             named, exhausted = self._read(answer, view, min(budget.requests, budget.tokens) + 1)
-        except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
+        except (Exception, SystemExit) as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
             self._fault(self._blame("admit", exc), "admit", f"{type(exc).__name__}: {exc}", exc)
             return default_order(view.running)
         key = view.ranked_by
@@ -114,7 +114,7 @@ class Policy:
             if victim is not None and victim.mode is not None:
                 victim = victim._replace(mode=Mode(victim.mode))
             return victim
-        except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
+        except (Exception, SystemExit) as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
             self._fault(self._blame("preempt", exc), "preempt", f"{type(exc).__name__}: {exc}", exc)
             return None
 

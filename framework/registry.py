@@ -51,7 +51,7 @@ class Plugins:
             return
         try:
             provided = list(impl())
-        except Exception as exc:  # whatever a plugin raises: the user has to know whose it was
+        except (Exception, SystemExit) as exc:  # whatever a plugin raises: the user has to know whose it was
             message = f"plugin {name!r}: providers() failed: {type(exc).__name__}: {exc}"
             raise PluginError(f"{message}; fix or uninstall {distribution or name}", name) from exc
         for provider in provided:
@@ -134,7 +134,7 @@ class Plugins:
             return provider.factory(**arguments)
         except FrameworkError:
             raise
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:
             raise PluginError(f"{kind} {name!r} could not be built: {type(exc).__name__}: {exc}", name) from exc
 
     @staticmethod
@@ -146,7 +146,9 @@ class Plugins:
             for key in options:
                 raise ConfigError(f"{flag(key)}: {provider.kind} {provider.name!r} has no options")
             return None
-        assert issubclass(provider.options, BaseModel)
+        if not (isinstance(provider.options, type) and issubclass(provider.options, BaseModel)):
+            message = f"{provider.kind} {provider.name!r}: options must be a pydantic model, not {provider.options!r}"
+            raise PluginError(message, provider.name)
         known = provider.options.model_fields
         for key in options:
             if key not in known:
@@ -203,17 +205,23 @@ class Plugins:
         """Registered plugin objects of a class."""
         return [p for p in self._pm.get_plugins() if isinstance(p, kind)]
 
-    def call(self, hook: str, **arguments: Any) -> Any:
-        """Call a hook; what a plugin raises becomes a `PluginError` that names it, errors for the user stay."""
+    def call(self, hook: str, expect: type | None = None, **arguments: Any) -> Any:
+        """Call a hook; what a plugin raises becomes a `PluginError` that names it, errors for the user stay.
+
+        So does an answer that is no `expect`.
+        """
         try:
-            return getattr(self.hook, hook)(**arguments)
+            answer = getattr(self.hook, hook)(**arguments)
+            if expect is not None and not isinstance(answer, expect):
+                raise TypeError(f"answered {answer!r}, which is no {expect.__name__}")
         except FrameworkError:
             raise
-        except Exception as exc:  # anything a plugin can raise: named, for whoever has to answer for the call
+        except (Exception, SystemExit) as exc:  # anything a plugin can raise: named, for whoever has to answer for it
             plugin = self.blame(hook, exc)
             raise PluginError(f"plugin {plugin!r}: {hook}: {type(exc).__name__}: {exc}", plugin) from exc
+        return answer
 
-    def notify(self, hook: str, on_fault: Callable[[str, str, Exception], None], **arguments: Any) -> None:
+    def notify(self, hook: str, on_fault: Callable[[str, str, BaseException], None], **arguments: Any) -> None:
         """Call every implementation of an event hook, each on its own: one that raises harms no other.
 
         `on_fault(plugin, hook, exception)` is told of each failure.
@@ -221,7 +229,7 @@ class Plugins:
         for impl in reversed(getattr(self.hook, hook).get_hookimpls()):
             try:
                 impl.function(*(arguments[name] for name in impl.argnames))
-            except Exception as exc:  # noqa: BLE001 - a plugin may raise anything; reported, and the others still run
+            except (Exception, SystemExit) as exc:  # noqa: BLE001 - a plugin may raise anything; the others still run
                 on_fault(str(impl.plugin_name), hook, exc)
 
     def blame(self, hook: str, exc: BaseException) -> str:
@@ -252,7 +260,7 @@ def load_plugins(extra: Iterable[tuple[str, object]] = ()) -> Plugins:
         version = entry.dist.version if entry.dist else ""
         try:
             plugin = entry.load()
-        except Exception as exc:  # whatever an import can raise: the user has to know whose it was
+        except (Exception, SystemExit) as exc:  # whatever an import can raise: the user has to know whose it was
             raise PluginError(
                 f"plugin {entry.name!r} of {distribution} {version} failed to import ({entry.value}): "
                 f"{type(exc).__name__}: {exc}; fix or uninstall {distribution}",

@@ -9,6 +9,7 @@ from .checkpoint import display_name, open_checkpoint
 from .defaults import Defaults
 from .engine import Engine
 from .errors import ConfigError
+from .executor import Executor
 from .kv import KVCache
 from .messages import EngineInfo
 from .model import Checkpoint
@@ -36,10 +37,12 @@ def build_engine(
     checkpoint = checkpoint or open_checkpoint(settings, plugins)
     for plugin in plugins.active(Defaults):
         plugin.checkpoint = checkpoint
-    executor = plugins.call("executor", settings=settings)
+    executor = plugins.call("executor", Executor, settings=settings)
     try:
         capacity = executor.start(progress)
-        kv: KVCache = plugins.call("kv_cache", settings=settings, cache_spec=executor.cache_spec, capacity=capacity)
+        kv: KVCache = plugins.call(
+            "kv_cache", KVCache, settings=settings, cache_spec=executor.cache_spec, capacity=capacity
+        )
         spec = executor.spec
         max_model_len, reason = _max_model_len(settings, kv, spec.max_model_len)
         blocks = kv.usage().total

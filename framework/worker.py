@@ -62,9 +62,9 @@ class TorchExecutor(Executor):
         dtype = resolve_dtype(settings.dtype, self.device)
         self.dtype_name = _name(dtype)
         call, known = self.plugins.call, {"dtype": dtype, "device": self.device}
-        self.backend = call("kernel_backend", settings=settings, spec=self.spec, **known)
+        self.backend = call("kernel_backend", KernelBackend, settings=settings, spec=self.spec, **known)
         self.backend_name = self.backend.name
-        self.model = call("model", settings=settings, spec=self.spec, backend=self.backend, **known)
+        self.model = call("model", Model, settings=settings, spec=self.spec, backend=self.backend, **known)
         assert self.model is not None
         loaded, total = itertools.count(1), max(1, self.checkpoint.num_tensors)
         progress("load weights", 0.0)

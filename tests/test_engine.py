@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from harness import Harness, Policy, started
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from framework import PluginError, RequestData, Timings, hookimpl
+from framework import PluginError, Reject, RequestData, Timings, hookimpl
 from framework.testing import CheckingExecutor, RequestFailed
 
 # Arrivals
@@ -152,6 +155,23 @@ def test_one_that_fails_every_step_takes_nobody_along(when: Any) -> None:
     assert h.engine.stats().failed_steps == 3
 
 
+@settings(max_examples=60, deadline=None)
+@given(bad=st.sets(st.integers(0, 7), max_size=5), seats=st.integers(1, 8), tokens=st.sampled_from((3, 8, 64)))
+def test_exactly_those_at_fault_end_with_an_error(bad: set[int], seats: int, tokens: int) -> None:
+    names = {f"r{i}" for i in bad}
+    h = Harness(
+        blocks=40,
+        seats=seats,
+        tokens=tokens,
+        fail=lambda plan: next(("after" for s in plan.slices if s.request_id in names), None),
+    )
+    for i in range(8):
+        h.add(f"r{i}", 6)
+    h.run(400)
+    assert {id for id, reason in h.reasons.items() if reason == "error"} == names
+    assert all(h.outputs[id] == h.alone(id) for id in h.reasons if id not in names)
+
+
 def test_who_waits_is_not_touched_by_a_failed_step() -> None:
     h = Harness(seats=1, fail=lambda plan: "before" if any(s.request_id == "bad" for s in plan.slices) else None)
     h.add("bad", 4)
@@ -189,7 +209,20 @@ def boom() -> Any:
     raise RuntimeError("boom")
 
 
-@pytest.mark.parametrize("answer", [boom, lambda: True, lambda: "no"], ids=["raises", "True", "str"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        boom,
+        sys.exit,
+        lambda: True,
+        lambda: "no",
+        lambda: Reject(123),  # type: ignore[arg-type]
+        lambda: Reject("x", status="429"),  # type: ignore[arg-type]
+        lambda: Reject("x", status=200),
+        lambda: Reject("x", "5"),  # type: ignore[arg-type]
+        lambda: Reject("x", float("nan")),
+    ],
+)
 def test_a_faulty_accept_fails_its_request_alone(answer: Any) -> None:
     h = Harness(plugins=[Meddler(accept=lambda request: answer() if request.id == "bad" else None)])
     h.add("a")
