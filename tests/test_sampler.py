@@ -337,6 +337,8 @@ def test_min_tokens_leaves_something_to_choose() -> None:
     [
         SamplingParams(temperature=1e-4),
         SamplingParams(top_p=1e-4),
+        SamplingParams(top_p=1e-46),
+        SamplingParams(top_p=1e-300),
         SamplingParams(temperature=1e-4, top_p=1e-4, top_k=3, min_p=0.5),
         SamplingParams(temperature=2.0, min_p=1.0),
         SamplingParams(temperature=1e-5),
@@ -346,6 +348,21 @@ def test_extremes_are_near_greedy(params: SamplingParams) -> None:
     logits = random_logits(scale=30.0)
     counts = sample_many(logits, params, 50)
     assert counts[int(logits.argmax())] == 50
+
+
+@pytest.mark.parametrize("penalty", [1e-10, 1e-40, 1e-46, 1e-300, 1e38, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0])
+def test_extreme_penalties_stay_finite(penalty: float, temperature: float) -> None:
+    """Seen tokens become all but certain or all but impossible; banned ones stay banned, and others are left alone."""
+    logits = random_logits().abs() + 0.1
+    logits[0, 7] = float("-inf")
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
+    batch = Batch()
+    batch.add("extreme", params, prompt=(5, 7, 9))
+    batch.add("plain", SamplingParams(temperature=0), prompt=(5,))
+    extreme, plain = batch.sample(logits.expand(2, -1))
+    assert plain == int(logits.argmax())
+    assert (extreme in (5, 9)) if penalty < 1 else (extreme not in (5, 7, 9))
 
 
 def test_masked_tokens_are_never_drawn() -> None:

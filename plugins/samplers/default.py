@@ -19,6 +19,7 @@ from framework import SampleBatch, Sampled, SamplingParams, hookimpl
 
 Array = np.ndarray[Any, Any]
 TINY = torch.finfo(torch.float32).tiny
+HUGE = 1e30  # divided by the lowest temperature still a float32
 SPAN = 256  # tokens summed at once when a whole row is searched: one pass and two short searches
 HEAD = 256  # likeliest tokens that are looked at first for the nucleus
 _GAMMA = 0x9E3779B97F4A7C15
@@ -74,9 +75,11 @@ class DefaultSampler:
         repetition, presence, frequency = (
             torch.from_numpy(np.repeat(values, sizes)).to(device) for values in penalties.values
         )
-        values = logits[rows, tokens]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)
+        given = logits[rows, tokens]
+        # A tiny penalty overflows; what a temperature divides later must be finite. Masked tokens stay masked.
+        values = torch.where(given > 0, given / repetition, given * repetition).clamp_(-HUGE, HUGE)
+        values = values - frequency * counts - presence * (counts > 0)
+        logits[rows, tokens] = torch.where(given.isfinite(), values, given)
 
 
 class _Penalties(NamedTuple):
@@ -116,7 +119,7 @@ class _Setup:
         self.filtered = index(filtered)
         self.plain = index(sorted(set(range(len(drawn))) - set(filtered)))
         picked = [drawn[at] for at in filtered]
-        self.top_p, self.min_p = column([p.top_p for p in picked]), column([p.min_p for p in picked])
+        self.top_p, self.min_p = column([max(p.top_p, TINY) for p in picked]), column([p.min_p for p in picked])
         self.any_min_p = any(p.min_p > 0 for p in picked)
         limited = [at for at, p in enumerate(picked) if 0 < p.top_k < vocab]
         self.limited = index(limited)
