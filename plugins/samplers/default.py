@@ -134,7 +134,7 @@ class _Setup:
         ]
         of = [params[row] for row in rows]
         values = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in of]
-        self.penalties = _Penalties(rows, np.array(values, np.float32).T) if rows else None
+        self.penalties = _Penalties(rows, np.array(values).clip(-HUGE, HUGE).astype(np.float32).T) if rows else None
         entries = [(row, *entry) for row, p in enumerate(params) for entry in p.logit_bias.items()]
         self.bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if entries:
