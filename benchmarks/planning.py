@@ -1,9 +1,11 @@
 """What planning costs per step: medians over many steps in which everybody decodes and no model runs.
 
-    python benchmarks/planning.py [--scheduler fcfs] [--running 256] [--steps 300]
+    python benchmarks/planning.py [--scheduler fcfs] [--running 256] [--steps 300] [--check]
 
-plan: ranking, walk and block allocation. commit: tokens appended, stops checked, outputs made. step: all of the step
-loop around the executor, which here takes no time. All in microseconds.
+plan: ranking, walk and block allocation. commit: tokens appended, stops checked, outputs made. step: all of
+`Engine.step`, around an executor that takes next to no time. stats: `Engine.stats`, which the engine process reports
+after every step. All in microseconds. With --check the exit code is 1 if step and stats together take 500 µs or more,
+or are slower with a queue of 10,000.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
+
+from common import finish, header
 
 from framework import CacheGroup, CacheSpec, Capacity, Executor, Plan, SamplingParams, StepResult, Timings, hookimpl
 from framework.engine import Engine
@@ -20,6 +25,11 @@ from framework.executor import Done
 from framework.messages import Add
 from framework.planner import Limits
 from framework.registry import load_plugins
+
+TARGET_MICROSECONDS = 500
+WAITING = (0, 10_000)
+TOLERANCE = 1.15
+"""Medians of two runs of the same work differ by as much on a shared machine."""
 
 
 class NullExecutor(Executor):
@@ -59,8 +69,21 @@ class Stages:
         self.commit.append(spent["commit"] / 1e3)
 
 
-def measure(scheduler: str, running: int, context: int, waiting: int, steps: int) -> tuple[float, float, float]:
-    """Medians of plan, commit and step."""
+class Costs(NamedTuple):
+    """Medians in microseconds."""
+
+    plan: float
+    commit: float
+    step: float
+    stats: float
+
+    @property
+    def total(self) -> float:
+        """All that a step costs beside the model."""
+        return self.step + self.stats
+
+
+def measure(scheduler: str, running: int, context: int, waiting: int, steps: int) -> Costs:
     warm_up, block_size = 20, 16
     longest = context + steps + warm_up + 10
     executor = NullExecutor(running * (longest // block_size + 1), block_size)
@@ -79,27 +102,39 @@ def measure(scheduler: str, running: int, context: int, waiting: int, steps: int
     stages.plan.clear()
     stages.commit.clear()
     gc.collect()
-    whole = []
+    step, stats = [], []
     for _ in range(steps):
         start = time.perf_counter_ns()
         outputs = engine.step()
-        whole.append((time.perf_counter_ns() - start) / 1e3)
+        stepped = time.perf_counter_ns()
+        engine.stats()
+        stats.append((time.perf_counter_ns() - stepped) / 1e3)
+        step.append((stepped - start) / 1e3)
         assert len(outputs) == running
-    return statistics.median(stages.plan), statistics.median(stages.commit), statistics.median(whole)
+    return Costs(*map(statistics.median, (stages.plan, stages.commit, step, stats)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scheduler", default="fcfs")
     parser.add_argument("--running", type=int, default=256, help="requests that decode in every step")
     parser.add_argument("--steps", type=int, default=300, help="steps measured per line")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a target is missed")
     args = parser.parse_args()
-    print(f"{args.scheduler}, {args.running} decodes per step, median of {args.steps} steps, in µs")
-    print(f"{'context':>8}{'waiting':>9}{'plan':>8}{'commit':>8}{'plan+commit':>13}{'step':>8}")
+    header()
+    print(f"{args.scheduler}, {args.running} decodes per step, medians of {args.steps} steps, in µs")
+    print(f"{'context':>8}{'waiting':>9}{'plan':>8}{'commit':>8}{'step':>8}{'stats':>8}{'step+stats':>12}")
+    targets = []
     for context in (64, 8192):
-        for waiting in (0, 10_000):
-            plan, commit, step = measure(args.scheduler, args.running, context, waiting, args.steps)
-            print(f"{context:8}{waiting:9}{plan:8.0f}{commit:8.0f}{plan + commit:13.0f}{step:8.0f}")
+        alone, queued = (measure(args.scheduler, args.running, context, waiting, args.steps) for waiting in WAITING)
+        for waiting, costs in zip(WAITING, (alone, queued), strict=True):
+            print(f"{context:8}{waiting:9}{''.join(f'{cost:8.0f}' for cost in costs)}{costs.total:12.0f}", flush=True)
+        worst = max(alone.total, queued.total)
+        targets += [
+            (f"under {TARGET_MICROSECONDS} µs a step at context {context}", worst < TARGET_MICROSECONDS),
+            (f"as fast with {WAITING[1]} waiting", queued.total < TOLERANCE * alone.total),
+        ]
+    finish(args.check, targets)
 
 
 if __name__ == "__main__":

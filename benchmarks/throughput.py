@@ -1,10 +1,11 @@
 """Output tokens per second of our engine against transformers `generate` one request at a time, in one run.
 
-    python benchmarks/throughput.py [--model PATH] [--reps 3] [--kernel torch] [--requests 32]
+    python benchmarks/throughput.py [--model PATH] [--reps 3] [--kernel torch] [--requests 32] [--check]
 
 Work: requests of 128 random prompt tokens and 64 output tokens, greedy, EOS ignored, distinct prompts. The two sides
 alternate in this process with the same weights, dtype and threads; medians are printed. transformers runs
-`--reference-requests` of the requests (each alone, so its rate does not depend on how many there are).
+`--reference-requests` of the requests (each alone, so its rate does not depend on how many there are). With --check
+the exit code is 1 if the median ratio is under 4.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common import finish, header
+
 PROMPT, OUTPUT = 128, 64
+TARGET_RATIO = 4.0
 
 
 def main() -> None:
@@ -30,13 +34,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--reference-requests", type=int, default=6)
     parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--check", action="store_true", help="exit code 1 if the target is missed")
     options = parser.parse_args()
-
-    import torch
 
     from framework import LLM
 
-    torch.set_num_threads(options.threads)
+    header()
     llm = LLM(
         options.model,
         dtype=options.dtype,
@@ -48,7 +51,7 @@ def main() -> None:
     rng = random.Random(1)
     vocab = llm.info.vocab_size
     prompts = [[rng.randrange(300, min(vocab, 40000)) for _ in range(PROMPT)] for _ in range(options.requests)]
-    reference = _reference(llm, options.dtype)
+    reference = _reference(llm, options.dtype)  # imports torch, after `LLM` has set its environment up
 
     def ours() -> float:
         params = {"temperature": 0.0, "max_tokens": OUTPUT, "ignore_eos": True}
@@ -64,11 +67,13 @@ def main() -> None:
     ours(), reference(prompts[0])  # warm up
     rates = [(ours(), theirs()) for _ in range(options.reps)]
     us, them = (statistics.median(side) for side in zip(*rates, strict=True))
+    ratio = statistics.median(a / b for a, b in rates)
     print(f"model {llm.info.model}, {options.dtype}, {options.threads} threads, kernel {options.kernel}")
     print(f"{options.requests} requests x ({PROMPT} in, {OUTPUT} out), medians of {options.reps}")
     print(f"  framework             {us:8.1f} output tokens/s   {[round(r[0], 1) for r in rates]}")
     print(f"  transformers generate {them:8.1f} output tokens/s   {[round(r[1], 1) for r in rates]}")
-    print(f"  ratio                 {us / them:8.2f}             {[round(a / b, 2) for a, b in rates]}")
+    print(f"  ratio                 {ratio:8.2f}             {[round(a / b, 2) for a, b in rates]}")
+    finish(options.check, [(f"at least {TARGET_RATIO:.0f} times the rate of transformers", ratio >= TARGET_RATIO)])
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
