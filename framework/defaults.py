@@ -82,9 +82,8 @@ class Defaults:
         names = [p.name for p in self._plugins.providers("kernel")] if auto else [settings.kernel]
         reasons: list[str] = []
         for name in names:
-            backend: KernelBackend = self._plugins.create(
-                "kernel", name, settings.kernel_opt, settings=settings, spec=spec
-            )
+            context = {"settings": settings, "spec": spec, "dtype": dtype, "device": device}
+            backend: KernelBackend = self._plugins.create("kernel", name, settings.kernel_opt, **context)
             reason = _unsupported(backend, settings, spec, dtype, device)
             if reason is None:
                 return backend

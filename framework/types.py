@@ -319,9 +319,9 @@ class Reject(NamedTuple):
 class Provider(NamedTuple):
     """One selectable implementation: `--<kind> <name>`.
 
-    `factory` takes by name what it wants of `options` (an instance of the `options` model), `settings`,
-    `spec` (the model's), and for some kinds what hookspecs.py says. `options` is a pydantic model or None.
-    `summary` is one line for `framework plugins`. `api` is the contract's major number.
+    `factory` takes by name what it wants of what its kind is given, `options` (an instance of the `options` model)
+    and `settings` mostly: docs/plugins.md has the table. `options` is a pydantic model or None. `summary` is one line
+    for `framework plugins`. `api` is the contract's major number.
     """
 
     kind: str

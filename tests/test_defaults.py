@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from framework import (
     hookimpl,
 )
 from framework.registry import Plugins, load_plugins
+from framework.settings import selector
 
 
 class Options(BaseModel):
@@ -73,6 +75,24 @@ def test_options_of_a_backend_need_its_name(tiny_llama: Path) -> None:
         build(tiny_llama, kernel="tiled", kernel_opt={"tyle": 32})
     with build(tiny_llama, kernel="tiled", kernel_opt={"tile": 32}) as llm:
         assert len(llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
+def test_factories_are_given_what_the_documentation_says(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs/plugins.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    documented = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[2])) for row in rows}
+    given: dict[str, set[str]] = {}
+    create = Plugins.create
+
+    def spy(self: Plugins, kind: str, name: str, options: Any = None, **context: Any) -> Any:
+        given[kind] = {"options", *context}
+        return create(self, kind, name, options, **context)
+
+    monkeypatch.setattr(Plugins, "create", spy)
+    build(tiny_llama).close()
+    assert given == documented
+    flags = re.findall(r"`(--[\w-]+)`", " ".join(row[1] for row in rows))
+    assert flags == [selector(row[0].strip("`")) for row in rows if "--" in row[1]]
 
 
 def test_messages_name_the_flag_that_selects_or_sets(tiny_llama: Path) -> None:
