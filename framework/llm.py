@@ -72,7 +72,7 @@ class LLM:
             flags["model"] = str(model)
         if settings is not None and flags:
             raise ConfigError(f"give either settings or {', '.join(flags)}, not both")
-        machine.wait_passively()
+        machine.prepare_environment()
         self.settings = settings or Settings.load(None, **flags)
         loaded = load_plugins(plugins)
         loaded.activate(self.settings, engine=True)

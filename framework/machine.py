@@ -115,11 +115,16 @@ def _stat(path: Path, key: str) -> int:
     return 0
 
 
-def wait_passively() -> None:
-    """Let OpenMP threads that wait for one another sleep instead of spin, unless the environment says how.
+def prepare_environment() -> None:
+    """Set what native libraries read from the environment, unless it is set already. Only works before torch is
+    imported.
 
-    Has an effect only before torch is imported. Spinning wins microseconds on cores that nobody else wants; with one
-    other busy process it costs a factor of ten, since a thread that waits keeps the one it waits for from running.
+    - OpenMP threads that wait for one another sleep instead of spin. Spinning wins microseconds on cores that nobody
+      else wants; beside one other busy process it costs a factor of ten, since who waits keeps off the one waited for.
+    - oneDNN keeps a compiled kernel for each shape it has seen, and a ragged batch has ever new ones: with its default
+      capacities a process grows by hundreds of MB.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")

@@ -158,7 +158,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    machine.wait_passively()
+    machine.prepare_environment()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
     header = msgspec.msgpack.decode(_read_exactly(int.from_bytes(_read_exactly(4), "big")))
