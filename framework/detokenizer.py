@@ -5,6 +5,7 @@ Used by the server and by the Python API alike, so that both produce the same te
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,7 +62,8 @@ class StopMatcher:
         return text
 
 
-def _failure(stop: str) -> list[int]:
+@functools.lru_cache(maxsize=256)  # many sequences have the same stop strings
+def _failure(stop: str) -> Sequence[int]:
     """For each prefix of `stop`, the length of its longest proper suffix that is a prefix of `stop` too."""
     table, k = [0] * len(stop), 0
     for i in range(1, len(stop)):

@@ -5,6 +5,7 @@ Used by the server and by the Python API alike, so that both accept and refuse t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ class InputProcessor:
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, info: EngineInfo) -> None:
         self.tokenizer = tokenizer
         self.info = info
+        longest = tokenizer.longest_token
+        self._most = math.inf if longest is None else info.max_model_len * longest
         config = checkpoint.generation_config
         suggested = {name: config[name] for name in _SUGGESTED if config.get(name) is not None}
         try:
@@ -49,12 +52,12 @@ class InputProcessor:
         a token.
         """
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt, add_special_tokens)
+            ids = self._tokens(prompt, add_special_tokens, "prompt")
             bos = self.tokenizer.bos_token_id
             if bos is not None and add_special_tokens and ids[:2] == [bos, bos]:
                 del ids[0]  # the text begins with it already
         else:
-            ids = list(prompt)
+            ids = self._fitting(list(prompt), "prompt")
             for id in ids:
                 if not 0 <= id < self.info.vocab_size:
                     raise InvalidRequest(
@@ -68,7 +71,16 @@ class InputProcessor:
         Raises `InvalidRequest` as `encode` does, and with the template's message where it refuses the messages.
         """
         text = self.tokenizer.render(messages, **template)
-        return self._fitting(self.tokenizer.encode(text, add_special_tokens=False), "messages")
+        return self._fitting(self._tokens(text, False, "messages"), "messages")
+
+    def _tokens(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
+        if len(text) > self._most:
+            raise InvalidRequest(
+                field,
+                f"{field}: {len(text)} characters cannot fit into the limit of {self.info.max_model_len} tokens "
+                "(prompt and output); shorten it",
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _fitting(self, ids: list[int], field: str) -> list[int]:
         limit = self.info.max_model_len
@@ -106,17 +118,18 @@ class InputProcessor:
             name = path.strip("`.").partition("[")[0].partition(".")[0]
             raise InvalidRequest(name, f"{name}: {what[0].lower()}{what[1:]}") from None
 
-    def complete(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
-        """`params` checked for this prompt and ready for the engine, with the EOS ids. An unset max_tokens stays unset:
-        what remains of the context.
+    def complete(self, params: SamplingParams, *prompts: Sequence[int]) -> SamplingParams:
+        """`params` checked for these prompts and ready for the engine, with the EOS ids. An unset max_tokens stays
+        unset: what remains of the context.
 
         Raises `InvalidRequest` naming the field at fault.
         """
-        vocab, limit, room = self.info.vocab_size, self.info.max_model_len, self.info.max_model_len - len(prompt)
+        vocab, limit, longest = self.info.vocab_size, self.info.max_model_len, max(map(len, prompts))
+        room = limit - longest
         if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidRequest(
                 "max_tokens",
-                f"max_tokens: {len(prompt)} prompt tokens + {params.max_tokens} max_tokens exceed the limit of {limit} "
+                f"max_tokens: {longest} prompt tokens + {params.max_tokens} max_tokens exceed the limit of {limit} "
                 f"tokens; ask for at most {room}",
             )
         eos = params.eos_token_ids or tuple(id for id in self.tokenizer.eos_token_ids if 0 <= id < vocab)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -42,6 +42,7 @@ class Tokenizer:
         eos = [backend.token_to_id(self.special["eos_token"])] if "eos_token" in self.special else []
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (*eos_token_ids, *eos) if i is not None))
         """Every token id that ends an answer, without repeats."""
+        self._bytewise = any(name in _state(backend.decoder) for name in (b'"ByteLevel"', b'"ByteFallback"'))
         self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         self._spelling = _spelling(backend)
 
@@ -70,12 +71,25 @@ class Tokenizer:
         token = self.backend.id_to_token(id)
         return self._spelling(token) if token is not None else b""
 
+    @property
+    def longest_token(self) -> int | None:
+        """Most characters of text that one token can stand for. None where nothing bounds them: an unknown token takes
+        any number, and some checkpoints drop text before they split it."""
+        steps = [*_steps(self.backend.normalizer), *_steps(self.backend.pre_tokenizer)]
+        greedy = any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values())
+        if greedy or not self._bytewise or not all(map(_keeps_length, steps)):
+            return None
+        composes = any(step["type"] in ("NFC", "NFKC") for step in steps)  # up to four characters to one
+        return max(map(len, self.backend.get_vocab())) * (4 if composes else 1)
+
     # Text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it become their ids. `add_special_tokens` adds BOS
         or EOS where the checkpoint asks for it: False for a rendered chat, which has its own."""
-        return list(self.backend.encode(_utf8(text), add_special_tokens=add_special_tokens).ids)
+        # `encode` keeps the interpreter locked while it works; this lets other threads run.
+        (encoding,) = self.backend.encode_batch_fast([_utf8(text)], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -193,9 +207,34 @@ def byte_alphabet() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(0x100 + i) for i, b in enumerate(others)}
 
 
+def _state(component: Any) -> bytes:
+    return b"null" if component is None else component.__getstate__()
+
+
+def _steps(component: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a normaliser or pre-tokeniser, without their nesting."""
+    parts = [json.loads(_state(component))]
+    while parts:
+        part = parts.pop()
+        if part is not None and part["type"] == "Sequence":
+            parts += part.get("normalizers") or part.get("pretokenizers") or []
+        elif part is not None:
+            yield part
+
+
+def _keeps_length(step: Mapping[str, Any]) -> bool:
+    """Whether this part of a tokeniser leaves no character out, but for composing some."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": before}, "content": after}:
+            return len(after) >= len(before)
+        case {"type": "Split", "behavior": behavior}:
+            return bool(behavior != "Removed")
+    return step["type"] in ("ByteLevel", "Digits", "Metaspace", "NFC", "NFD", "NFKC", "NFKD", "Prepend")
+
+
 def _spelling(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
     """How to read bytes from this vocabulary's spelling of a token."""
-    decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()
+    decoder = _state(backend.decoder)
     if b'"ByteLevel"' in decoder:
         byte = {c: b for b, c in byte_alphabet().items()}
         return lambda token: bytes(byte[c] for c in token) if all(c in byte for c in token) else token.encode()

@@ -105,6 +105,34 @@ def test_ends(with_config: Any) -> None:
     assert not with_config().complete(SamplingParams(ignore_eos=True), [1]).ends
 
 
+def test_prompts_are_checked_together_by_the_longest(tiny_llama: Path) -> None:
+    inputs = processor(tiny_llama)
+    prompts = [[5] * 10, [5] * 200, [5] * 30]
+    assert inputs.complete(SamplingParams(max_tokens=56), *prompts).max_tokens == 56
+    with pytest.raises(InvalidRequest, match=r"200 prompt tokens \+ 57 max_tokens.*at most 56"):
+        inputs.complete(SamplingParams(max_tokens=57), *prompts)
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        inputs.complete(SamplingParams(min_tokens=57), *prompts)
+
+
+def test_what_cannot_fit_is_not_tokenised(
+    tiny_llama: Path, tiny_llama_spm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (tiny_llama, tiny_llama_spm):
+        inputs = processor(path)
+        longest = inputs.tokenizer.longest_token
+        assert longest
+        monkeypatch.setattr(inputs.tokenizer, "encode", lambda text, add_special_tokens: [1])
+        fits = "a" * (256 * longest)
+        assert inputs.encode(fits) == [1]
+        with pytest.raises(InvalidRequest, match="cannot fit into the limit of 256 tokens") as caught:
+            inputs.encode(fits + "a")
+        assert caught.value.field == "prompt"
+        with pytest.raises(InvalidRequest, match="cannot fit") as caught:
+            inputs.render([{"role": "user", "content": fits}])
+        assert caught.value.field == "messages"
+
+
 def test_top_k_is_cut_to_the_vocabulary(tiny_llama: Path) -> None:
     assert processor(tiny_llama).complete(SamplingParams(top_k=10**30), [1]).top_k == 512
     assert processor(tiny_llama).complete(SamplingParams(top_k=-1), [1]).top_k == -1

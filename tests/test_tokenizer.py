@@ -6,10 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
 from checkpoints import LLAMA_CHAT, sentencepiece_model
 from hypothesis import given, settings
@@ -56,6 +59,51 @@ def bytelevel(tiny_llama: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def spm(tiny_llama_spm: Path) -> Tokenizer:
     return load(tiny_llama_spm)
+
+
+@pytest.mark.parametrize("text", ["a" * 500, "word " * 100, " " * 300, "e\u0301" * 200, "漢字" * 100, "\ufb2c" * 50])
+def test_no_token_is_longer_than_the_longest(bytelevel: Tokenizer, spm: Tokenizer, text: str) -> None:
+    for tokenizer in (bytelevel, spm):
+        assert tokenizer.longest_token is not None
+        assert len(text) <= len(tokenizer.encode(text, add_special_tokens=False)) * tokenizer.longest_token
+
+
+def test_where_text_may_vanish_no_token_is_the_longest() -> None:
+    """Such checkpoints cannot say that a text is too long before they have tokenised it."""
+    vocab = {"<unk>": 0, "a": 1}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    assert Tokenizer(words).longest_token is None
+    for normalizer, longest in (
+        (None, 5),
+        (tokenizers.normalizers.NFC(), 20),
+        (tokenizers.normalizers.Strip(), None),
+        (tokenizers.normalizers.Replace("ab", "c"), None),
+        (tokenizers.normalizers.Replace(" ", "▁"), 5),
+        (tokenizers.normalizers.Replace(tokenizers.Regex(" +"), " "), None),
+        (tokenizers.normalizers.Sequence([tokenizers.normalizers.NFD(), tokenizers.normalizers.Lowercase()]), None),
+    ):
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        if normalizer is not None:
+            backend.normalizer = normalizer
+        assert Tokenizer(backend).longest_token == longest
+    backend.normalizer = tokenizers.normalizers.NFD()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "removed")
+    assert Tokenizer(backend).longest_token is None
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "isolated")
+    assert Tokenizer(backend).longest_token == 5
+    backend.add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    assert Tokenizer(backend).longest_token is None
+
+
+def test_others_run_while_a_long_text_is_tokenised(bytelevel: Tokenizer) -> None:
+    text, turns = "the quick brown fox " * 50_000, 0
+    work = threading.Thread(target=bytelevel.encode, args=(text,))
+    work.start()
+    while work.is_alive():
+        time.sleep(0.001)  # to give the interpreter away, and to need it back
+        turns += 1
+    assert turns > 20
 
 
 @pytest.fixture(params=["tiny_llama", "tiny_llama_spm"])
