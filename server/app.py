@@ -6,13 +6,13 @@ import re
 import secrets
 import time
 
-from fastapi import FastAPI, Response
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
-from framework import EngineDead, __version__
+from framework import EngineDead, PluginError, __version__
 from framework.registry import Plugins
 
 from . import errors, openai
@@ -46,15 +46,15 @@ class RequestIds:
 
 def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
     """The application for one ready engine."""
-    app = FastAPI(title="framework", version=__version__)
+    # FastAPI's own instrumentation: the telemetry plugins see more, and it logs what clients send it
+    app = FastAPI(title="framework", version=__version__, telemetry={"tracing": False, "metrics": False, "logs": False})
     errors.install(app, openai.spell)
     client = serving.client
 
     async def health() -> Response:
-        if client.dead is not None:
-            raise EngineDead(client.dead)
-        if client.stalled:
-            raise EngineDead("the engine is alive but has been silent while requests wait")
+        gone = client.dead or client.stalled
+        if gone is not None:
+            raise EngineDead(gone)
         return Response()
 
     async def version() -> Response:
@@ -64,7 +64,13 @@ def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
         app.add_api_route(path, health, methods=["GET"], tags=["operations"])
     app.add_api_route("/version", version, methods=["GET"], tags=["operations"])
     app.include_router(openai.router(serving))  # other dialects: one module with a `router` each, beside this one
-    for routers in plugins.hook.routes(client=client):
-        for router in routers:
-            app.include_router(router)
+    for routers in plugins.call("routes", client=client):
+        try:
+            for router in routers:
+                if not isinstance(router, APIRouter):
+                    raise TypeError(f"expected APIRouters, got {router!r}")
+                app.include_router(router)
+        except Exception as error:  # a plugin may have given anything
+            plugin = plugins.blame("routes", error)
+            raise PluginError(f"plugin {plugin!r}: routes: {type(error).__name__}: {error}", plugin) from error
     return RequestIds(app)  # outermost, so that every answer has an id

@@ -45,12 +45,13 @@ from framework.process import spawn
 from framework.registry import Plugins
 from framework.settings import Settings
 
+from .limits import LAST_WORDS, MAX_SENT, STALLED_AFTER
+from .watch import Activity
+
 log = get_logger(__name__)
 
-LAST_WORDS = 0.3
-"""Seconds to wait for the engine's own account of why it ended, once its process is gone."""
-STALLED_AFTER = 120.0
-"""Seconds without a message, while requests wait for one, after which the engine counts as stalled."""
+TICK = 1.0
+"""Seconds between looks at a silent engine."""
 
 
 class Spawned(Protocol):
@@ -143,22 +144,24 @@ class Stream:
 class EngineClient:
     """Lives in the event loop that calls `start`.
 
-    `info` is None until the engine is ready. `dead` says why the engine is gone; then `generate` raises `EngineDead`.
+    `info` is None until the engine is ready. `dead` says why the engine is gone, `stalled` why it is given up until it
+    is heard again: as long as one of them is set, `generate` raises `EngineDead`.
     """
 
     def __init__(self, settings: Settings, plugins: Plugins, spawn: Callable[[Settings], Spawned] = spawn) -> None:
         self.info: EngineInfo | None = None
         self.dead: str | None = None
+        self.stalled: str | None = None
         self._settings = settings
         self._plugins = plugins
         self._spawn = spawn
         self._engine: Spawned | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._stats = EngineStats()
         self._faults: dict[str, int] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._serial = itertools.count()
-        self._heard = time.monotonic()
+        self._heard = False  # anything, since the last look
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
 
@@ -185,8 +188,8 @@ class EngineClient:
             raise ConfigError(
                 f"TMPDIR: cannot make the socket {path}: {why}; set TMPDIR to a writable folder with a short path"
             ) from None
-        self._reader = self._loop.create_task(self._read())
-        threading.Thread(target=self._watch, args=(self._engine.process,), daemon=True).start()
+        self._tasks = [self._loop.create_task(self._read()), self._loop.create_task(self._watch())]
+        threading.Thread(target=self._wait, args=(self._engine.process,), daemon=True).start()
         info = await self._ready
         if info.manifest != self._plugins.manifest:
             raise PluginError(
@@ -196,7 +199,7 @@ class EngineClient:
         self.info = info
         return info
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         with suppress(RuntimeError):  # the loop is closed: the server is ending too
             self._loop.call_soon_threadsafe(self._exited, code)
@@ -212,6 +215,9 @@ class EngineClient:
         if self.dead is not None:
             return
         self.dead = str(error)
+        self._stats = msgspec.structs.replace(
+            self._stats, running=0, waiting=0, kv_holding=0, kv_reserved=0, kv_cached=0, kv_swapped=0, kv_tokens=0
+        )
         if not self._ready.done():
             self._ready.set_exception(error)
         else:
@@ -232,9 +238,10 @@ class EngineClient:
         self.dead = self.dead or "the server is shutting down"
         self.fail(EngineDead(self.dead))
         await asyncio.to_thread(engine.end)
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait((self._reader,))
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         self._context.destroy(linger=0)
 
     # State
@@ -243,11 +250,6 @@ class EngineClient:
     def alive(self) -> bool:
         """True once the engine is ready and as long as its process lives."""
         return self.info is not None and self.dead is None
-
-    @property
-    def stalled(self) -> bool:
-        """True if requests wait and the engine has been silent for `STALLED_AFTER` seconds."""
-        return bool(self._sequences) and time.monotonic() - self._heard > STALLED_AFTER
 
     @property
     def stats(self) -> EngineStats:
@@ -264,18 +266,22 @@ class EngineClient:
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
         """Send the requests of one response; their ids are made unique here.
 
-        Raises `EngineDead`, and `InvalidRequest` for values that cannot be sent.
+        Raises `EngineDead`, and `InvalidRequest` for more than `MAX_SENT` bytes.
         """
-        if self.dead is not None:
-            raise EngineDead(self.dead)
+        gone = self.dead or self.stalled
+        if gone is not None:
+            raise EngineDead(gone)
+        encoded, size = [], 0
         for add in adds:
             add.id = f"{add.id}-{next(self._serial)}"
-        try:
-            encoded = [self._encoder.encode(add) for add in adds]
-        except (OverflowError, RecursionError, TypeError, UnicodeEncodeError) as error:
-            raise InvalidRequest("extra", f"extra: cannot be passed on: {error}") from error
-        if not self._sequences:
-            self._heard = time.monotonic()
+            encoded.append(self._encoder.encode(add))
+            size += len(encoded[-1])
+            if size > MAX_SENT:
+                raise InvalidRequest(
+                    "",
+                    f"the request becomes {len(adds)} sequences of about {len(encoded[-1])} bytes each (prompt, "
+                    f"sampling parameters and extra), over {MAX_SENT} bytes in all; ask for fewer at once",
+                )
         stream = Stream(self, record, [add.id for add in adds])
         for index, add in enumerate(adds):
             self._sequences[add.id] = _Sequence(stream, index)
@@ -290,22 +296,57 @@ class EngineClient:
             self._socket.send(self._encoder.encode(Abort(list(ids), reason)))
 
     async def _read(self) -> None:
-        while True:
-            message = self._decoder.decode(await self._socket.recv())
-            self._heard = time.monotonic()
-            match message:
-                case Outputs():
-                    self._deliver(message)
-                case Progress():
-                    self._progress(message.stage, message.share)
-                case Ready():
-                    if not self._ready.done():
-                        self._ready.set_result(message.info)
-                case Fatal():
-                    if message.traceback:
-                        log.error("the engine failed", error=message.message, traceback=message.traceback)
-                    self._die((ConfigError if message.user else EngineDead)(message.message))
-            await asyncio.sleep(0)  # receiving does not suspend while messages are there: let others run
+        try:
+            while self.dead is None:
+                self._take(self._decoder.decode(await self._socket.recv()))
+                await asyncio.sleep(0)  # receiving does not suspend while messages are there: let others run
+        except Exception as error:  # whatever it is, nobody would be answered any more: everybody is told
+            log.exception("a message of the engine cannot be handled")
+            self._die(EngineDead(f"a message of the engine cannot be handled: {type(error).__name__}: {error}"))
+            if self._engine is not None:
+                self._engine.process.terminate()
+
+    def _take(self, message: FromEngine) -> None:
+        if self.dead is not None:
+            return
+        self._heard = True
+        if self.stalled is not None:
+            self.stalled = None
+            log.info("the engine answers again")
+        match message:
+            case Outputs():
+                self._deliver(message)
+            case Progress():
+                self._progress(message.stage, message.share)
+            case Ready():
+                if not self._ready.done():
+                    self._ready.set_result(message.info)
+            case Fatal():
+                if message.traceback:
+                    log.error("the engine failed", error=message.message, traceback=message.traceback)
+                self._die((ConfigError if message.user else EngineDead)(message.message))
+
+    async def _watch(self) -> None:
+        """A step may take long; an engine that is silent and does not compute either is given up."""
+        assert self._engine is not None
+        activity = Activity(self._engine.process.pid)
+        silent = 0.0  # counted, not measured: if this process was suspended, the engine may have been too
+        while self.dead is None:
+            await asyncio.sleep(TICK)
+            if self._heard or not self._sequences:
+                self._heard, silent = False, 0.0
+                continue
+            if silent == 0.0:
+                activity.restart()
+            silent += TICK
+            if activity.none_in(silent) and silent > STALLED_AFTER:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        self.stalled = f"the engine is alive, but has done nothing for {STALLED_AFTER} s while requests waited"
+        log.error("the engine has stalled", reason=self.stalled, requests=len(self._sequences))
+        self._socket.send(self._encoder.encode(Abort(list(self._sequences), "abort")))
+        self.fail(EngineDead(self.stalled))
 
     def _deliver(self, message: Outputs) -> None:
         self._stats = message.stats
@@ -329,9 +370,12 @@ class EngineClient:
 
     def notify(self, hook: str, **arguments: object) -> None:
         """Call an event hook of the plugins in this process; their faults are counted and logged."""
-        self._plugins.notify(hook, self._fault, **arguments)
+        try:
+            self._plugins.notify(hook, self._fault, **arguments)
+        except SystemExit as error:  # not a plugin's to decide
+            self._fault(self._plugins.blame(hook, error), hook, error)
 
-    def _fault(self, plugin: str, hook: str, error: Exception) -> None:
+    def _fault(self, plugin: str, hook: str, error: BaseException) -> None:
         count = self._faults[plugin] = self._faults.get(plugin, 0) + 1
         if count & (count - 1) == 0:  # powers of two: a hook that always fails must not flood the log
             log.error("plugin failed", plugin=plugin, hook=hook, error=repr(error), faults=count, exc_info=error)

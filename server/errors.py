@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,9 +16,20 @@ from starlette.requests import ClientDisconnect
 from framework import EngineDead, FrameworkError, InvalidRequest, Rejected
 from framework.errors import brief
 
-MAX_PROBLEMS = 10
-MAX_INPUT = 200
-MAX_MESSAGE = 2000
+from .limits import MAX_INPUT, MAX_MESSAGE, MAX_PROBLEMS
+
+_RULES = {
+    "missing": "is required",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+}
+"""Pydantic's error types in the words of JSON."""
 
 
 class UnknownModel(FrameworkError):
@@ -52,11 +64,11 @@ def problem(error: BaseException) -> Problem:
         case HTTPException():
             status, message, headers = error.status_code, str(error.detail), dict(error.headers or {})
         case Rejected():
-            status = error.status
-            if error.retry_after is not None:
+            status = error.status if 400 <= error.status <= 599 else 500  # it may be a plugin's
+            if error.retry_after is not None and 0 <= error.retry_after < math.inf:
                 headers["Retry-After"] = str(math.ceil(error.retry_after))
         case InvalidRequest():
-            status, field = 400, error.field
+            status, field = 400, error.field or None
         case UnknownModel():
             status, field = 404, "model"
         case BodyTooLarge():
@@ -76,10 +88,9 @@ def _invalid(error: RequestValidationError) -> tuple[str, str | None]:
     problems, first = [], None
     for found in error.errors()[:MAX_PROBLEMS]:
         where = brief(".".join(str(part) for part in found["loc"] if part != "body"), MAX_INPUT)
-        message = found["msg"].removeprefix("Value error, ")
-        if found["type"] == "json_invalid":
-            where, message = "", f"the body is not valid JSON: {found['ctx']['error']} at character {where}"
-        elif found["type"] not in ("missing", "value_error"):
+        message = re.sub("^Input should", "must", found["msg"].removeprefix("Value error, "))
+        message = _RULES.get(found["type"], message)
+        if found["type"] not in ("missing", "value_error"):
             message += f", got {brief(repr(found['input']), MAX_INPUT)}"
         first = first or where or None
         problems.append(f"{where}: {message}" if where else message)

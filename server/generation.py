@@ -21,12 +21,10 @@ from framework.messages import Add
 from .body import JsonRoute
 from .client import EngineClient
 from .errors import Spelling, UnknownModel, problem
+from .limits import INLINE_TEXT, MAX_EXTRA
 from .traceparent import parse
 
 T = TypeVar("T")
-
-INLINE_TEXT = 4096
-"""Longer texts (in characters) are tokenised in a thread: the event loop goes on serving others."""
 
 
 class Serving(NamedTuple):
@@ -132,7 +130,8 @@ class Generation:
         return body
 
     async def tokenize(self, work: Callable[[], T], size: int) -> T:
-        """Run `work`, which tokenises texts of `size` characters."""
+        """Run `work`, which tokenises texts of `size` characters: long ones in a thread, so that the event loop goes on
+        serving others."""
         begin = time.monotonic_ns()
         result = work() if size <= INLINE_TEXT else await asyncio.to_thread(work)
         self.record.stages.append(("tokenize", begin, time.monotonic_ns()))
@@ -147,9 +146,9 @@ class Generation:
         """
         record, tokenizer = self.record, self.serving.tokenizer
         record.attributes = _attributes(ask.fields)
+        _check_extra(ask.extra)
         prompts = self._prompts(ask, await tokenize())
         record.choices = len(prompts)
-        self.choices = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(prompts)]
         adds = [
             Add(
                 self._request_id,
@@ -164,6 +163,7 @@ class Generation:
             for prompt in prompts
         ]
         async with self.serving.client.generate(adds, record) as stream:
+            self.choices = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(prompts)]
             async for outputs in stream:
                 begin = time.monotonic_ns()
                 news = []
@@ -182,12 +182,13 @@ class Generation:
 
     def _prompts(self, ask: Ask, every: Sequence[list[int]]) -> list[Prompt]:
         inputs, seed = self.serving.inputs, ask.fields.get("seed")
-        params = [inputs.params({**ask.fields, "seed": _derived_seed(seed, k)}) for k in range(ask.n)]
         try:
-            return [Prompt(ids, inputs.complete(p, ids)) for ids in every for p in params]
+            params = inputs.complete(inputs.params(ask.fields), *every)
         except InvalidRequest as error:
             name = ask.names.get(error.field, error.field)
             raise InvalidRequest(name, str(error).replace(error.field, name)) from None
+        draws = [msgspec.structs.replace(params, seed=_derived_seed(seed, k)) for k in range(ask.n)]
+        return [Prompt(ids, draw) for ids in every for draw in draws]
 
     @property
     def prompt_tokens(self) -> int:
@@ -221,6 +222,15 @@ def route(base: type[JsonRoute], serving: Serving, operation: str, prefix: str) 
             return handle
 
     return GenerationRoute
+
+
+def _check_extra(extra: Mapping[str, Any] | None) -> None:
+    try:
+        size = len(msgspec.msgpack.encode(extra))
+    except (OverflowError, RecursionError, TypeError, UnicodeEncodeError) as error:
+        raise InvalidRequest("extra", f"extra: cannot be passed on: {error}") from None
+    if size > MAX_EXTRA:
+        raise InvalidRequest("extra", f"extra: {size} bytes, at most {MAX_EXTRA} are possible")
 
 
 def _derived_seed(seed: int | None, choice: int) -> int | None:

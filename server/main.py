@@ -17,6 +17,7 @@ import uvloop
 
 from framework import Checkpoint, ConfigError, EngineDead, Tokenizer
 from framework.checkpoint import open_checkpoint
+from framework.errors import brief, one_line
 from framework.inputs import InputProcessor
 from framework.log import configure
 from framework.messages import EngineInfo
@@ -27,15 +28,10 @@ from framework.terminal import UI
 from .app import create_app
 from .client import EngineClient
 from .generation import Serving
+from .limits import DRAIN, INTERRUPT, JOIN
+from .protocol import http_config
 
 T = TypeVar("T")
-
-DRAIN_SECONDS = 20
-"""SIGTERM: how long responses that have begun may go on."""
-JOIN_SECONDS = 2.0
-"""How long the end waits for a checkpoint that is being opened."""
-INTERRUPT_SECONDS = 1
-"""Ctrl-C: how long clients have to take the event that tells them."""
 
 
 def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
@@ -59,6 +55,8 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"--host {host}: no such address ({error.strerror})") from None
+    except ValueError as error:  # not even the form of a name: an empty or too long label, a null character
+        raise ConfigError(f"--host {brief(repr(host), 80)}: no such address ({one_line(error)})") from None
     listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -110,7 +108,7 @@ class _Run:
         try:
             self._loading = loop.create_task(self._load())
             await asyncio.wait((self._loading,))
-            if not self._loading.cancelled():
+            if self._signal is None and not self._loading.cancelled():
                 self._server = self._make_server(*self._loading.result())
                 await self._server.serve([self._listener])
         finally:
@@ -128,14 +126,14 @@ class _Run:
                 self._loading.cancel()
             return
         self._server.should_exit = True
-        patience = INTERRUPT_SECONDS if again or number == signal.SIGINT else DRAIN_SECONDS
+        drain = number == signal.SIGTERM and not again
         end = EngineDead("the server is shutting down")
         loop = asyncio.get_running_loop()
-        if patience == DRAIN_SECONDS:
-            self._server.config.timeout_graceful_shutdown = DRAIN_SECONDS + INTERRUPT_SECONDS
-            loop.call_later(DRAIN_SECONDS, self._client.fail, end)
+        if drain:
+            self._server.config.timeout_graceful_shutdown = DRAIN + INTERRUPT
+            loop.call_later(DRAIN, self._client.fail, end)
         else:
-            self._server.config.timeout_graceful_shutdown = INTERRUPT_SECONDS
+            self._server.config.timeout_graceful_shutdown = INTERRUPT
             self._client.fail(end)
             self._server.force_exit = again
 
@@ -152,19 +150,12 @@ class _Run:
     def _join(self) -> None:
         # A thread that comes back from native code while the interpreter ends can abort the process: wait a little.
         if self._opening is not None:
-            self._opening.join(JOIN_SECONDS)
+            self._opening.join(JOIN)
 
     def _make_server(self, info: EngineInfo, checkpoint: Checkpoint, tokenizer: Tokenizer) -> _Server:
         inputs = InputProcessor(checkpoint, tokenizer, info)
         serving = Serving(self._client, inputs, tokenizer, info.model, int(time.time()))
-        config = uvicorn.Config(
-            create_app(serving, self._plugins),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            timeout_graceful_shutdown=DRAIN_SECONDS,
-        )
+        config = http_config(create_app(serving, self._plugins))
         url = _url(self._settings.host, self._listener)
         chat = tokenizer.chat_template is not None
         return _Server(config, lambda: self._ui.banner(info, url, chat))

@@ -13,12 +13,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from framework import InvalidRequest, SamplingParams
 
 from .generation import Ask
-
-MAX_CHOICES = 128
-MAX_SEQUENCES = 4096
-"""Prompts times `n` of one request."""
-MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024
+from .limits import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_SEQUENCES,
+    MAX_STOP_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    MAX_USER,
+)
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _STRING = {"type": "string"}
@@ -35,7 +39,7 @@ def _text(value: str) -> str:
 
 
 def _is_tokens(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}  # bool is not among them
 
 
 def _prompts(value: object) -> list[str | list[int]]:
@@ -44,6 +48,8 @@ def _prompts(value: object) -> list[str | list[int]]:
     if isinstance(value, list) and value:
         if _is_tokens(value):
             return [value]
+        if len(value) > MAX_SEQUENCES:
+            raise ValueError(f"at most {MAX_SEQUENCES} prompts in one request, got {len(value)}")
         if all(isinstance(item, str) for item in value):
             return [_text(item) for item in value]
         if all(_is_tokens(item) for item in value):
@@ -66,6 +72,8 @@ def _bias(value: object) -> object:
     """JSON has string keys only."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} token ids, got {len(value)}")
     try:
         return {int(key): bias for key, bias in value.items()}
     except ValueError:
@@ -82,6 +90,23 @@ def _content(value: object) -> str | None:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError("only parts of type 'text', with a 'text', are supported")
     return "\n".join(_text(part["text"]) for part in value)
+
+
+def _user(value: object) -> object:
+    if isinstance(value, str) and len(_text(value)) > MAX_USER:
+        raise ValueError(f"at most {MAX_USER} characters, got {len(value)}")
+    return value
+
+
+def _limited(least: int, most: int) -> BeforeValidator:
+    """The length of a list, before any of its elements is looked at."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list) and not least <= len(value) <= most:
+            raise ValueError(f"must have {least} to {most} elements, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class _Body(BaseModel):
@@ -116,14 +141,15 @@ class GenerationRequest(_Body):
         BeforeValidator(_stops),
         WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _STRING}, {"type": "null"}]}),
     ] = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True), _limited(0, MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: Int64 | None = None
     """Lower is sooner."""
-    user: str | None = None
+    user: Annotated[str | None, BeforeValidator(_user)] = None
+    """Tenant of the request, for policies."""
     extra: dict[str, Any] | None = None
     """Passed on to plugins: they read it as `Request.extra`."""
 
@@ -189,7 +215,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True), _limited(1, MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

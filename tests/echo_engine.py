@@ -2,7 +2,8 @@
 
 The prompt dictates the output, so that a test can place every stop string, character and end exactly. `Add.extra`
 steers it: `chunk` tokens per message (default 1); `hold`: answer nothing until aborted; `error` and `status`: refuse
-({id} in it is the request's);
+({id} in it is the request's); `retry_after`: of a refusal; `junk`: send what is no message; `spin`: compute for so many
+seconds first;
 `die`: end the process after so many tokens; `fatal`: say why first; `pace`: seconds per step. Its statistics count
 unfinished requests as `running`.
 """
@@ -95,10 +96,15 @@ def main(address: str, model: str) -> None:
             match decoder.decode(socket.recv()):
                 case Add() as add if "error" in add.extra:
                     error, status = add.extra["error"].format(id=add.id), add.extra.get("status", 500)
-                    outputs.append(
-                        TokenOutput(add.id, 0, [], finish_reason="error", error=error, status=status, retry_after=1.5)
-                    )
+                    output = TokenOutput(add.id, 0, [], finish_reason="error", error=error, status=status)
+                    output.retry_after = add.extra.get("retry_after", 1.5)
+                    outputs.append(output)
+                case Add(extra={"junk": str(junk)}):
+                    socket.send(junk.encode())
                 case Add() as add:
+                    until = time.monotonic() + add.extra.get("spin", 0)
+                    while time.monotonic() < until:
+                        pass
                     assert add.id not in requests
                     requests[add.id] = (add, 0)
                 case Abort(ids=ids, reason=reason):

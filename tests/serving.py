@@ -17,6 +17,7 @@ from framework.server.app import create_app
 from framework.server.client import EngineClient
 from framework.server.generation import Serving
 from framework.server.main import bind
+from framework.server.protocol import http_config
 
 from framework import Delivery, ResponseRecord, hookimpl
 from framework.checkpoint import open_checkpoint
@@ -96,9 +97,8 @@ def running(settings: Settings, **client_options: Any) -> Iterator[Running]:
         try:
             info = await client.start()
             serving = Serving(client, InputProcessor(checkpoint, tokenizer, info), tokenizer, info.model, 0)
-            config = uvicorn.Config(
-                create_app(serving, plugins), lifespan="off", log_config=None, timeout_graceful_shutdown=5
-            )
+            config = http_config(create_app(serving, plugins))
+            config.timeout_graceful_shutdown = 5
             with bind("127.0.0.1", 0) as listener:
                 server = uvicorn.Server(config)
                 found[:] = [serving, server, listener.getsockname()[1]]

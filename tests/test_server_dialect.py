@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
+import math
 import re
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import opentelemetry.trace
+import psutil
 import pytest
 from echo_engine import EchoProcess
 from framework.server import client
-from framework.server.body import MAX_BODY
+from framework.server.limits import MAX_BODY
+from opentelemetry.sdk.trace import TracerProvider
 from serving import Running, eventually, running
 
+from framework import SamplingParams
 from framework.settings import Settings
 
 BASE = {"max_tokens": 200}
@@ -255,6 +262,14 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "stream_options": {}}, "stream_options"),
     ({"prompt": "a", "stream": "yes"}, "stream"),
     ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "user": "\ud800"}, "user"),
+    ({"prompt": "a", "user": "a" * 1000}, "user"),
+    ({"prompt": "a", "user": 5}, "user"),
+    ({"prompt": "a", "logit_bias": dict.fromkeys(range(2000), 1)}, "logit_bias"),
+    ({"prompt": "a", "stop_token_ids": [1] * 2000}, "stop_token_ids"),
+    ({"prompt": "a", "extra": {"a": "b" * 100_000}}, "extra"),
+    ({"prompt": [[5]] * 4096, "extra": {"a": "b" * 10_000}}, None),
+    ({"prompt": [[5]] * 4096, "stop": ["b" * 1000] * 64}, None),
 ]
 BAD_CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({}, "messages"),
@@ -266,6 +281,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "word " * 300}]}, "messages"),
+    ({"messages": [{"role": "user", "content": ""}] * 5000}, "messages"),
     ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "a"}], "logprobs": 5}, "logprobs"),
@@ -305,10 +321,94 @@ def test_over_long_requests_name_both_numbers(server: Running) -> None:
     assert completion(server, [5] * 100, max_tokens=156)[0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'"x"', b"null", b"3", b"{", b"\xff\xfe", b"[" * 100_000, b"9" * 10_000])
-def test_bad_bodies(server: Running, body: bytes) -> None:
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "is empty"),
+        (b"[]", "must be a JSON object"),
+        (b'"x"', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b"3", "must be a JSON object"),
+        (b"{", "is not valid JSON: .* at character 1"),
+        (b'{"a": "\xff"}', "is not valid UTF-8: .* at byte 7"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "more than 4300 digits"),
+    ],
+)
+def test_bad_bodies(server: Running, body: bytes, message: str) -> None:
     response = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    check_error(response, 400, None)
+    assert re.search(f"the body .*{message}", check_error(response, 400, None))
+
+
+def test_problems_are_in_the_words_of_json(server: Running) -> None:
+    body: dict[str, Any] = {"messages": [], "temperature": [], "n": 999, "extra": 1, "stream": "yes"}
+    message = check_error(server.post("/v1/chat/completions", **body), 400, "stream")
+    assert message == (
+        "stream: must be true or false, got 'yes'; n: must be less than or equal to 128, got 999; "
+        "temperature: must be a number, got []; extra: must be an object, got 1; "
+        "messages: must have 1 to 4096 elements, got 0"
+    )
+
+
+def test_a_large_batch_is_checked_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check goes through all biases and stop ids: in the event loop, so not for every prompt."""
+    checks, check = [], SamplingParams.check
+
+    def counted(params: SamplingParams, vocab_size: int) -> None:
+        checks.append(params)
+        check(params, vocab_size)
+
+    monkeypatch.setattr(SamplingParams, "check", counted)
+    body = {"prompt": [server.ids("a")] * 50, "n": 3, "logit_bias": {"5": 1}, "seed": 3}
+    assert len(server.post("/v1/completions", **body).json()["choices"]) == 150
+    assert len(checks) == 1
+
+
+def exchange(server: Running, data: bytes) -> http.client.HTTPResponse:
+    with socket.create_connection(("127.0.0.1", server.http.base_url.port)) as connection:
+        connection.sendall(data)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        answer.body = answer.read()  # type: ignore[attr-defined]
+    return answer
+
+
+def test_what_is_no_http_gets_the_same_envelope(server: Running) -> None:
+    answer = exchange(server, b"nonsense\r\n\r\n")
+    error = json.loads(answer.body)["error"]  # type: ignore[attr-defined]
+    assert answer.status == error["code"] == 400 and "HTTP" in error["message"]
+
+
+@pytest.mark.slow
+def test_an_idle_connection_stays_open_longer_than_clients_keep_theirs(server: Running) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.http.base_url.port or 0)
+    for pause in (0, 6):
+        time.sleep(pause)
+        connection.request("GET", "/version")
+        assert connection.getresponse().read()
+    connection.close()
+
+
+def test_probes_are_logged_at_debug_level(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    def paths() -> list[Any]:
+        return [r.args[2] for r in caplog.records if r.name == "uvicorn.access" and isinstance(r.args, tuple)]
+
+    for level, expected in ((logging.INFO, ["/version"]), (logging.DEBUG, ["/health", "/metrics?a=b", "/version"])):
+        caplog.clear()
+        caplog.set_level(level)
+        for path in ("/health", "/metrics?a=b", "/version"):
+            httpx.get(server.url + path)
+        eventually(lambda: "/version" in paths())
+        assert paths() == expected
+
+
+def test_what_clients_send_for_tracing_is_not_logged(
+    server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opentelemetry.trace, "_TRACER_PROVIDER", TracerProvider())
+    headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "x" * 300}
+    assert server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers).is_success
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "x"])
@@ -354,6 +454,17 @@ def test_refusals_of_the_engine(server: Running) -> None:
     check_error(server.post("/v1/completions", prompt="a", extra={"error": "broke", "status": 500}), 500, None)
 
 
+def test_refusals_that_no_plugin_should_make(server: Running) -> None:
+    """A status that is no error's, a delay that is none."""
+    for status in (200, 0, 1000):
+        check_error(server.post("/v1/completions", prompt="a", extra={"error": "no", "status": status}), 500, None)
+    for delay in (-1.0, math.nan, math.inf):
+        body = json.dumps({"prompt": "a", "extra": {"error": "no", "status": 429, "retry_after": delay}})
+        response = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        check_error(response, 429, None)
+        assert "retry-after" not in response.headers
+
+
 def test_models_version_health(server: Running) -> None:
     (card,) = server.openai.models.list().data
     assert card.id == "echo" and card.model_extra and card.model_extra["max_model_len"] == 256
@@ -363,24 +474,41 @@ def test_models_version_health(server: Running) -> None:
     assert server.http.get("/openapi.json").json()["paths"]["/v1/chat/completions"]
 
 
-def test_a_silent_engine_is_unhealthy_only_while_somebody_waits(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "STALLED_AFTER", 0.1)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "TICK", 0.05)
+    monkeypatch.setattr(client, "STALLED_AFTER", 0.3)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_engine_that_computes_may_be_silent(server: Running) -> None:
+    assert completion(server, server.ids("slow"), extra={"spin": 2})[0]["text"] == "slow"
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("stopped", [True, False])
+def test_an_engine_that_does_nothing_while_somebody_waits_is_given_up(server: Running, stopped: bool) -> None:
+    """Stopped by a signal, or asleep: until it is heard again."""
 
     def healthy() -> bool:
         return server.http.get("/health").status_code == 200
 
-    def wait() -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "extra": {"hold": True}}, timeout=2)
-
-    assert healthy()  # silent, but idle
-    thread = threading.Thread(target=wait)
-    thread.start()
-    eventually(lambda: not healthy())
-    thread.join()
+    engine = psutil.Process(server.engine._engine.process.pid)  # type: ignore[union-attr]
+    if stopped:
+        engine.suspend()
+    try:
+        time.sleep(1)
+        assert healthy()  # silent, but nobody waits
+        message = check_error(server.post("/v1/completions", prompt="a", extra={"hold": True}), 503, None)
+        assert "has done nothing" in message
+        if stopped:
+            assert check_error(server.http.get("/health"), 503, None) == message
+            assert check_error(server.post("/v1/completions", prompt="a"), 503, None) == message
+    finally:
+        engine.resume()
     eventually(healthy)
+    assert completion(server, server.ids("fine"))[0]["text"] == "fine"
+    assert server.engine.stats.running == 0
 
 
 # Disconnects, ids, records
@@ -453,9 +581,9 @@ def test_records(server: Running) -> None:
         ({"prompt": ""}, 400, "prompt: empty; give at least one token"),
         ({"prompt": "a", "extra": {"error": "no", "status": 429}, "stream": True}, 429, "no"),
         ({"prompt": "a", "model": "other"}, 404, "model: 'other' is not served here; available: echo"),
-        ({"prompt": "a", "n": "x"}, 400, "n: Input should be a valid integer, got 'x'"),
+        ({"prompt": "a", "n": "x"}, 400, "n: must be an integer, got 'x'"),
         ({"prompt": "a", "top_p": 0}, 400, "top_p must be in (0, 1], got 0.0"),
-        ({"messages": [], "stream_options": {}}, 400, "prompt: Field required"),
+        ({"messages": [], "stream_options": {}}, 400, "prompt: is required"),
         (b"{", 400, "the body is not valid JSON: Expecting property name enclosed in double quotes at character 1"),
         (b"a=b", 400, "Content-Type must be application/json, got application/x-www-form-urlencoded"),
     ],
@@ -536,3 +664,17 @@ def test_the_death_of_the_engine_fails_everybody(tiny_llama: Path, fatal: str | 
         check_error(server.post("/v1/completions", prompt="a"), 503, None)
         assert server.http.get("/v1/models").status_code == 200
         assert not server.engine.alive
+        assert server.engine.stats.running == server.engine.stats.kv_holding == 0
+        assert server.engine.stats.generation_tokens == 2
+        assert "framework_requests_running 0.0" in server.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("junk", ["", "junk"])
+def test_a_message_that_cannot_be_read_is_the_engine_s_end(tiny_llama: Path, junk: str) -> None:
+    """As a plugin's wrong value can make it: nobody may wait for ever."""
+    with running(Settings(model=str(tiny_llama)), spawn=EchoProcess) as server:
+        message = check_error(server.post("/v1/completions", prompt="a", extra={"junk": junk}), 503, None)
+        assert "cannot be handled" in message
+        assert check_error(server.http.get("/health"), 503, None) == message
+        check_error(server.post("/v1/completions", prompt="a"), 503, None)
+        eventually(lambda: server.engine._engine.process.poll() is not None)  # type: ignore[union-attr]

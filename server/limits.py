@@ -1,0 +1,55 @@
+"""What a client may ask, and how long the server waits: every limit with its reason.
+
+A request is bounded before it costs anything: nobody can stop the event loop for others, or fill the engine's memory,
+with a small body.
+"""
+
+# Sizes of a request
+
+MAX_BODY = 16 * 2**20
+"""Bytes of a body: room for millions of tokens, parsed in a fraction of a second."""
+MAX_SENT = 2 * MAX_BODY
+"""Bytes of what one request becomes for the engine: any prompt once, not a large one with parameters thousandfold."""
+MAX_SEQUENCES = 4096
+"""Prompts times `n`: each is a request of the engine's."""
+MAX_CHOICES = 128
+"""`n`, as in OpenAI's API."""
+MAX_MESSAGES = 4096
+"""Of a chat: templates render each in Python."""
+MAX_BIASES = 1024
+"""Entries of `logit_bias` (OpenAI's API has 300): applied at every step."""
+MAX_STOP_IDS = 1024
+"""Token ids that end a request: compared at every step."""
+MAX_STOPS = 64
+"""Stop strings: every character of the output is matched against each."""
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop string: so much output may be held back."""
+MAX_USER = 256
+"""Characters of `user`: policies and metrics use it as a key."""
+MAX_EXTRA = 64 * 2**10
+"""Bytes of `extra`: room for a grammar or a schema; each sequence carries it."""
+INLINE_TEXT = 4096
+"""Characters that are tokenised in the event loop, in about a millisecond; longer texts go to a thread."""
+
+# Sizes of an answer to a bad request
+
+MAX_PROBLEMS = 10
+MAX_INPUT = 200
+"""Characters of each value that is shown."""
+MAX_MESSAGE = 2000
+"""Characters of the whole message."""
+
+# Seconds
+
+KEEP_ALIVE = 75
+"""An idle connection stays open longer than clients keep theirs: otherwise their next request can meet its end."""
+STALLED_AFTER = 15
+"""An engine is stalled that has neither sent anything nor computed for so long, though requests wait."""
+LAST_WORDS = 0.3
+"""For the engine's own account of why it ended, once its process is gone."""
+DRAIN = 20
+"""SIGTERM: how long responses that have begun may go on."""
+INTERRUPT = 1
+"""Ctrl-C: how long clients have to take the event that tells them."""
+JOIN = 2.0
+"""How long the end waits for a checkpoint that is being opened."""
