@@ -237,7 +237,9 @@ class Hooks:
     @hookspec
     def response_done(self, record: ResponseRecord) -> None:
         """Server, exactly once per generation request, when its last byte was handed over or it failed. *Event.* Such
-        a request is every POST on a route that generates, one that is refused at sight (400, 404, 413) included::
+        a request is every POST on a route that generates, one that is refused at sight (400, 404, 413) included. It
+        runs in the server's event loop: while it works, every other request and stream waits, so hand what takes long
+        (a file, a network) to a thread or a queue::
 
         @hookimpl
         def response_done(self, record):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +19,7 @@ import httpx
 import psutil
 import pytest
 from echo_engine import EchoProcess
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from framework.server import errors, main, openai
 from framework.server.app import RequestIds, create_app
 from framework.server.body import JsonRoute
@@ -24,10 +27,11 @@ from framework.server.client import EngineClient
 from framework.server.errors import Problem
 from framework.server.generation import Ask, Choice, Generation, Serving, route
 from framework.server.sse import Reply
+from framework.server.watch import Activity
 from pydantic import BaseModel
-from serving import Recorder
+from serving import Recorder, eventually
 
-from framework import ConfigError, ResponseRecord, SamplingParams, hookimpl
+from framework import ConfigError, Delivery, PluginError, ResponseRecord, SamplingParams, hookimpl
 from framework.checkpoint import open_checkpoint
 from framework.detokenizer import Delta
 from framework.inputs import InputProcessor
@@ -47,9 +51,9 @@ class Served:
 
 
 @asynccontextmanager
-async def served(model: Path) -> AsyncIterator[Served]:
+async def served(model: Path, *more: tuple[str, object]) -> AsyncIterator[Served]:
     settings, recorder = Settings(model=str(model), served_model_name="echo"), Recorder()
-    plugins = load_plugins([("recorder", recorder)])
+    plugins = load_plugins([*more, ("recorder", recorder)])
     plugins.activate(settings, engine=False)
     client = EngineClient(settings, plugins, EchoProcess)
     try:
@@ -225,6 +229,53 @@ async def test_what_nobody_reads_takes_little_room(tiny_llama: Path) -> None:
             assert [entry.token for entry in output.logprobs or ()] == prompt
 
 
+# Plugins
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (5, "TypeError: 'int' object is not iterable"),
+        (["x"], "TypeError: expected APIRouters, got 'x'"),
+        (APIRouter(), "TypeError"),
+        (ValueError("not today"), "ValueError: not today"),
+    ],
+)
+async def test_routes_that_are_none_are_their_plugin_s_error(tiny_llama: Path, given: Any, why: str) -> None:
+    class Plugin:
+        @hookimpl
+        def routes(self, client: Any) -> Any:
+            if isinstance(given, Exception):
+                raise given
+            return given
+
+    plugins = load_plugins([("wrong", Plugin())])
+    async with served(tiny_llama) as found:
+        with pytest.raises(PluginError, match=f"plugin 'wrong': routes: {why}") as caught:
+            create_app(found.serving, plugins)
+        assert caught.value.plugin == "wrong"
+
+
+async def test_a_plugin_cannot_end_the_server(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Plugin:
+        @hookimpl
+        def tokens_delivered(self, deliveries: Sequence[Delivery]) -> None:
+            sys.exit(0)
+
+        @hookimpl
+        def response_done(self, record: ResponseRecord) -> None:
+            sys.exit("bye")
+
+    async with served(tiny_llama, ("leaver", Plugin())) as found:
+        transport = httpx.ASGITransport(both_dialects(found.serving))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            for _ in range(2):
+                assert (await http.post("/generate", json={"inputs": "a"})).json() == ["a"]
+        assert found.serving.client.stats.plugin_faults == {"leaver": 4}
+        assert [record.status for record in found.recorder.records] == [200, 200]
+    assert "leaver" in caplog.text
+
+
 # Start and end
 
 
@@ -280,3 +331,55 @@ async def test_the_end_while_loading_waits_for_everything_at_once(
         assert await run.main() == 130
     assert not together.broken
     assert run._opening is not None and not run._opening.is_alive()
+
+
+class Silent:
+    """A user interface that shows nothing."""
+
+    def progress(self, stage: str, share: float) -> None:
+        pass
+
+    def banner(self, info: EngineInfo, url: str, chat: bool) -> None:
+        pass
+
+
+async def test_a_signal_the_moment_loading_ends(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither can loading be cancelled any more nor is there a server yet."""
+    plugins, settings = load_plugins(), Settings(model=str(tiny_llama))
+    with main.bind("127.0.0.1", 0) as listener:
+        run = main._Run(settings, plugins, Silent(), listener)
+
+        async def load() -> Any:
+            asyncio.get_running_loop().call_soon(run._on_signal, signal.SIGINT)
+            return ()
+
+        monkeypatch.setattr(run, "_load", load)
+        monkeypatch.setattr(run, "_make_server", lambda: pytest.fail("the signal is lost"))
+        assert await run.main() == 130
+
+
+@pytest.mark.parametrize("host", [".", "a" * 70, "a.\0b", "no.such.host.invalid"])
+def test_hosts_that_are_none(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--host .*: no such address"):
+        main.bind(host, 0)
+
+
+# Whether an engine works
+
+
+def test_activity() -> None:
+    code = "import sys\nfor _ in sys.stdin:\n    x = 10 ** 2_000_000 // 3"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        assert process.stdin
+        activity = Activity(process.pid)
+
+        def rests() -> bool:
+            activity.restart()
+            time.sleep(0.2)
+            return activity.none_in(0.2)
+
+        assert eventually(rests)  # once it has started
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert eventually(lambda: not activity.none_in(0.2))
+        process.stdin.close()
