@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ from framework.checkpoint import open_checkpoint
 from framework.inputs import InputProcessor
 from framework.registry import load_plugins
 from framework.settings import Settings
+
+BASE = {"max_tokens": 200}
 
 
 class Recorder:
@@ -120,3 +123,48 @@ def running(settings: Settings, **client_options: Any) -> Iterator[Running]:
         thread.join(30)
         environment.undo()
         assert not thread.is_alive()
+
+
+# What clients of the OpenAI routes check
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """Data of all events; the stream must end with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def completion(server: Running, prompt: object, **body: Any) -> dict[int, dict[str, Any]]:
+    """Ask twice, whole and streamed; check that both say the same; return the choices by index."""
+    request = {"prompt": prompt, **BASE, **body}
+    response = server.post("/v1/completions", **request)
+    assert response.status_code == 200, response.text
+    whole = response.json()
+    chunks = events(server.post("/v1/completions", **request, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks[:-1]:
+        assert chunk["usage"] is None and chunk["object"] == whole["object"] == "text_completion"
+        for piece in chunk["choices"]:
+            choice = choices.setdefault(piece["index"], {"index": piece["index"], "text": "", "logprobs": None})
+            assert choice.get("finish_reason") is None, "something came after the end"
+            choice["text"] += piece["text"]
+            choice["finish_reason"], choice["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
+            if piece["logprobs"] is not None:
+                choice["logprobs"] = choice["logprobs"] or {key: [] for key in piece["logprobs"]}
+                for key, values in piece["logprobs"].items():
+                    choice["logprobs"][key] += values
+    assert choices == {choice["index"]: choice for choice in whole["choices"]}
+    return choices
+
+
+def check_error(response: httpx.Response, status: int, param: str | None) -> str:
+    assert response.status_code == status, response.text
+    assert len(response.content) < 4000
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["param"], error["code"]) == (param, status)
+    assert error["message"] and "Traceback" not in error["message"]
+    return str(error["message"])

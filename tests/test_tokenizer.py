@@ -61,7 +61,11 @@ def spm(tiny_llama_spm: Path) -> Tokenizer:
     return load(tiny_llama_spm)
 
 
-@pytest.mark.parametrize("text", ["a" * 500, "word " * 100, " " * 300, "e\u0301" * 200, "漢字" * 100, "\ufb2c" * 50])
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 500, "word " * 100, " " * 300, "e\u0301" * 200, "漢字" * 100, "\ufb2c" * 50],
+    ids=["letter", "words", "spaces", "composed", "ideographs", "ligature"],
+)
 def test_no_token_is_longer_than_the_longest(bytelevel: Tokenizer, spm: Tokenizer, text: str) -> None:
     for tokenizer in (bytelevel, spm):
         assert tokenizer.longest_token is not None

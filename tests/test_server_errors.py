@@ -1,0 +1,246 @@
+"""What the server refuses, and how it says so."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from echo_engine import EchoProcess
+from framework.server.limits import MAX_BODY
+from serving import Running, check_error, completion, running
+
+from framework import SamplingParams
+from framework.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[Running]:
+    with running(Settings(model=str(tiny_llama), served_model_name="echo"), spawn=EchoProcess) as found:
+        yield found
+
+
+BAD: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": [""]}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [512]}, "prompt"),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": [1] * 256}, "prompt"),
+    ({"prompt": [1] * 100_000}, "prompt"),
+    ({"prompt": ["a"] * 5000}, "prompt"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 5.5}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 256}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**40}, "max_tokens"),
+    ({"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"prompt": "a", "min_tokens": 10**40}, "min_tokens"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "temperature": 10**400}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "min_p": 1.5}, "min_p"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "n": 10_000_000}, "n"),
+    ({"prompt": "a", "seed": 2**63}, "seed"),
+    ({"prompt": "a", "seed": 2**63, "n": 2}, "seed"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logprobs": -1}, "logprobs"),
+    ({"prompt": "a", "logprobs": 1_000_000}, "logprobs"),
+    ({"prompt": "a", "logprobs": 1, "echo": True}, "logprobs"),
+    ({"prompt": "a", "stop": ""}, "stop"),
+    ({"prompt": "a", "stop": ["a", ""]}, "stop"),
+    ({"prompt": "a", "stop": [1]}, "stop"),
+    ({"prompt": "a", "stop": {"a": 1}}, "stop"),
+    ({"prompt": "a", "stop": ["a"] * 100}, "stop"),
+    ({"prompt": "a", "stop": "a" * 10_000}, "stop"),
+    ({"prompt": "a", "stop_token_ids": [512]}, "stop_token_ids"),
+    ({"prompt": "a", "stop_token_ids": ["a"] * 1000}, "stop_token_ids.0"),
+    ({"prompt": "a", "logit_bias": {"9999999": 5}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"x": 5}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"1": 1e9}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": [1]}, "logit_bias"),
+    ({"prompt": "a", "priority": 2**63}, "priority"),
+    ({"prompt": "a", "extra": {"a": 10**30}}, "extra"),
+    ({"prompt": "a", "stream_options": {}}, "stream_options"),
+    ({"prompt": "a", "stream": "yes"}, "stream"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "user": "\ud800"}, "user"),
+    ({"prompt": "a", "user": "a" * 1000}, "user"),
+    ({"prompt": "a", "user": 5}, "user"),
+    ({"prompt": "a", "logit_bias": dict.fromkeys(range(2000), 1)}, "logit_bias"),
+    ({"prompt": "a", "stop_token_ids": [1] * 2000}, "stop_token_ids"),
+    ({"prompt": "a", "extra": {"a": "b" * 100_000}}, "extra"),
+    ({"prompt": [[5]] * 4096, "extra": {"a": "b" * 10_000}}, None),
+    ({"prompt": [[5]] * 4096, "stop": ["b" * 1000] * 64}, None),
+]
+BAD_CHAT: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "user"}, 1]}, "messages.1"),
+    ({"messages": [{"content": "hi"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "word " * 300}]}, "messages"),
+    ({"messages": [{"role": "user", "content": ""}] * 5000}, "messages"),
+    ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": "a"}], "logprobs": 5}, "logprobs"),
+    ({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 9999}, "max_completion_tokens"),
+    ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, "response_format"),
+]
+
+
+def test_bad_values(server: Running) -> None:
+    for path, cases in (("/v1/completions", BAD), ("/v1/chat/completions", BAD_CHAT)):
+        for body, param in cases:
+            for stream in ({}, {"stream": True}):
+                if not (stream and {"stream", "stream_options"} & set(body)):
+                    content = json.dumps({**body, **stream}).encode()
+                    response = server.http.post(path, content=content, headers={"content-type": "application/json"})
+                    check_error(response, 400, param)
+    assert completion(server, server.ids("fine"))[0]["text"] == "fine"
+
+
+def test_over_long_requests_name_both_numbers(server: Running) -> None:
+    message = check_error(server.post("/v1/completions", prompt=[5] * 100, max_tokens=157), 400, "max_tokens")
+    assert "100 " in message and "157 " in message and "256" in message
+    message = check_error(server.post("/v1/completions", prompt=[5] * 300), 400, "prompt")
+    assert "300 " in message and "256" in message
+    assert completion(server, [5] * 100, max_tokens=156)[0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "is empty"),
+        (b"[]", "must be a JSON object"),
+        (b'"x"', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b"3", "must be a JSON object"),
+        (b"{", "is not valid JSON: .* at character 1"),
+        (b'{"a": "\xff"}', "is not valid UTF-8: .* at byte 7"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "more than 4300 digits"),
+    ],
+)
+def test_bad_bodies(server: Running, body: bytes, message: str) -> None:
+    response = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert re.search(f"the body .*{message}", check_error(response, 400, None))
+
+
+def test_problems_are_in_the_words_of_json(server: Running) -> None:
+    body: dict[str, Any] = {"messages": [], "temperature": [], "n": 999, "extra": 1, "stream": "yes"}
+    message = check_error(server.post("/v1/chat/completions", **body), 400, "stream")
+    assert message == (
+        "stream: must be true or false, got 'yes'; n: must be less than or equal to 128, got 999; "
+        "temperature: must be a number, got []; extra: must be an object, got 1; "
+        "messages: must have 1 to 4096 elements, got 0"
+    )
+
+
+def test_a_large_batch_is_checked_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check goes through all biases and stop ids: in the event loop, so not for every prompt."""
+    checks, check = [], SamplingParams.check
+
+    def counted(params: SamplingParams, vocab_size: int) -> None:
+        checks.append(params)
+        check(params, vocab_size)
+
+    monkeypatch.setattr(SamplingParams, "check", counted)
+    body = {"prompt": [server.ids("a")] * 50, "n": 3, "logit_bias": {"5": 1}, "seed": 3}
+    assert len(server.post("/v1/completions", **body).json()["choices"]) == 150
+    assert len(checks) == 1
+
+
+def exchange(server: Running, data: bytes) -> http.client.HTTPResponse:
+    with socket.create_connection(("127.0.0.1", server.http.base_url.port)) as connection:
+        connection.sendall(data)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        answer.body = answer.read()  # type: ignore[attr-defined]
+    return answer
+
+
+def test_what_is_no_http_gets_the_same_envelope(server: Running) -> None:
+    answer = exchange(server, b"nonsense\r\n\r\n")
+    error = json.loads(answer.body)["error"]  # type: ignore[attr-defined]
+    assert answer.status == error["code"] == 400 and "HTTP" in error["message"]
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "x"])
+def test_bad_content_types(server: Running, kind: str | None) -> None:
+    headers = {"content-type": kind} if kind else {}
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    check_error(server.http.post("/v1/completions", content=body, headers=headers), 400, "Content-Type")
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    assert server.http.post("/v1/completions", content=body, headers=headers).status_code == 200
+
+
+def test_limited_body(server: Running) -> None:
+    """The server stops reading: who sends on may find the connection closed, who then reads finds the answer."""
+    with socket.create_connection(("127.0.0.1", server.http.base_url.port)) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nX-Request-Id: large\r\n"
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % (64 * 2**20) + b"a" * (MAX_BODY + 1))
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 413
+        assert json.load(answer)["error"]["message"] == f"the body is larger than {MAX_BODY} bytes"
+    record = server.record("cmpl-large")
+    assert record.status == 413
+    exact = b'{"prompt": "a", "max_tokens": 1}'.ljust(MAX_BODY)
+    response = server.http.post("/v1/completions", content=exact, headers={"content-type": "application/json"})
+    assert response.status_code == 200
+
+
+def test_unknown_model_route_and_method(server: Running) -> None:
+    check_error(server.post("/v1/completions", model="other", prompt="a"), 404, "model")
+    check_error(server.http.get("/v1/models/other"), 404, "model")
+    check_error(server.http.get("/v2/nothing"), 404, None)
+    check_error(server.http.get("/v1/completions"), 405, None)
+    with pytest.raises(openai.NotFoundError):
+        server.openai.completions.create(model="other", prompt="a")
+
+
+def test_refusals_of_the_engine(server: Running) -> None:
+    for stream in (False, True):
+        extra = {"error": "queue is full", "status": 429}
+        response = server.post("/v1/completions", prompt="a", stream=stream, extra=extra)
+        assert check_error(response, 429, None) == "queue is full"
+        assert response.headers["retry-after"] == "2"
+    check_error(server.post("/v1/completions", prompt="a", extra={"error": "broke", "status": 500}), 500, None)
+
+
+def test_refusals_that_no_plugin_should_make(server: Running) -> None:
+    """A status that is no error's, a delay that is none."""
+    for status in (200, 0, 1000):
+        check_error(server.post("/v1/completions", prompt="a", extra={"error": "no", "status": status}), 500, None)
+    for delay in (-1.0, math.nan, math.inf):
+        body = json.dumps({"prompt": "a", "extra": {"error": "no", "status": 429, "retry_after": delay}})
+        response = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        check_error(response, 429, None)
+        assert "retry-after" not in response.headers
