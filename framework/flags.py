@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 import typer
 import yaml
 
-from .errors import ConfigError
+from .errors import ConfigError, brief
 from .settings import Settings, flag, variable
 
 
@@ -125,11 +125,11 @@ def _pairs(option: Flag, given: Sequence[str]) -> dict[str, Any] | None:
     for text in given:
         key, separator, value = text.partition("=")
         if not separator or not key:
-            raise ConfigError(f"{option.name}: {text!r} is not key=value")
+            raise ConfigError(f"{option.name}: {brief(repr(text), 80)} is not key=value")
         try:
             found[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"{option.name}: the value in {text!r} is not a YAML value") from None
+        except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: dates and numbers that are none
+            raise ConfigError(f"{option.name}: the value in {brief(repr(text), 80)} is not a YAML value") from None
     return found or None
 
 

@@ -60,15 +60,16 @@ class EngineProcess:
 
 def spawn(settings: Settings) -> EngineProcess:
     """Start an engine process. It connects at once, then loads."""
+    told = msgspec.msgpack.encode(settings.model_dump(mode="json"))  # may raise: nothing to clean up yet
     folder = tempfile.mkdtemp(prefix="framework-")  # mode 0700: nobody else can connect
     address = f"ipc://{folder}/engine"
+    header = msgspec.msgpack.encode({"settings": msgspec.Raw(told), "address": address})
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "framework.process"],
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is the server's to handle; it tells the engine
     )
     assert process.stdin is not None
-    header = msgspec.msgpack.encode({"settings": settings.model_dump(mode="json"), "address": address})
     try:
         process.stdin.write(len(header).to_bytes(4, "big") + header)
         process.stdin.flush()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import string
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 import yaml
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
@@ -23,10 +25,11 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from .errors import ConfigError
+from .errors import ConfigError, brief, one_line
 
 ENV_PREFIX = "FRAMEWORK_"
 DEFAULT_KV_MEMORY = "0.3"
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
@@ -35,7 +38,7 @@ for _power, _letter in enumerate("kmgt", 1):
 
 def parse_memory(text: str) -> int | float:
     """Bytes (int), or a fraction in (0, 1] (float)."""
-    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    number = text.strip().rstrip(string.ascii_letters + " ")
     unit = text.strip()[len(number) :].strip().lower()
     try:
         value = float(number)
@@ -43,9 +46,9 @@ def parse_memory(text: str) -> int | float:
             return value
         if unit in _UNITS and value > 0 and (unit or value.is_integer()):
             return int(value * _UNITS[unit])
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
-    raise ValueError(f"{text!r} is not a size such as 2GiB or 512MB, nor a fraction such as 0.3")
+    raise ValueError(f"{brief(repr(text), 80)} is not a size such as 2GiB or 512MB, nor a fraction such as 0.3")
 
 
 def setting(default: Any, group: str, help: str, **extra: Any) -> Any:
@@ -74,7 +77,7 @@ class Settings(BaseSettings):
         "Model",
         "Type of weights and activations; auto: bfloat16 where the hardware has it, else float32.",
     )
-    max_model_len: Annotated[int | None, Field(ge=1)] = setting(
+    max_model_len: Annotated[int | None, Field(ge=1, le=_INT32)] = setting(
         None, "Model", "Longest prompt plus output, in tokens; default: what the model and the KV pool allow."
     )
     generation_config: str = setting(
@@ -82,28 +85,30 @@ class Settings(BaseSettings):
     )
     chat_template: Path | None = setting(None, "Model", "Jinja file used instead of the checkpoint's chat template.")
     model_impl: str = setting("auto", "Model", "Model provider; auto: the one that lists the architecture.")
-    seed: int = setting(0, "Model", "Seeds the seeds of requests that bring none.")
+    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] = setting(
+        0, "Model", "Seeds the seeds of requests that bring none."
+    )
 
     host: str = setting("127.0.0.1", "Server", "Address to listen on.")
     port: Annotated[int, Field(ge=0, le=65535)] = setting(8000, "Server", "Port to listen on; 0 picks a free one.")
 
     scheduler: str = setting("fcfs", "Scheduling", "Scheduler provider.")
     scheduler_opt: dict[str, Any] = setting({}, "Scheduling", "Option of the scheduler, key=value; repeatable.")
-    max_num_seqs: Annotated[int, Field(ge=1)] = setting(256, "Scheduling", "Most requests running at once.")
-    max_num_batched_tokens: Annotated[int, Field(ge=1)] = setting(
+    max_num_seqs: Annotated[int, Field(ge=1, le=2**16)] = setting(256, "Scheduling", "Most requests running at once.")
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=2**20)] = setting(
         2048, "Scheduling", "Most tokens computed in one step: the budget that chunks long prompts."
     )
 
     kv: str = setting("paged", "KV cache", "KV cache provider.")
     kv_opt: dict[str, Any] = setting({}, "KV cache", "Option of the KV cache, key=value; repeatable.")
-    block_size: Annotated[int, Field(ge=1)] = setting(16, "KV cache", "Tokens per KV block.")
+    block_size: Annotated[int, Field(ge=1, le=2**16)] = setting(16, "KV cache", "Tokens per KV block.")
     kv_memory: str | None = setting(
         None,
         "KV cache",
         f"Size of the pool: 2GiB, 512MB, or a fraction of the device's free memory. Default: {DEFAULT_KV_MEMORY}, "
         "or less where --max-num-seqs requests of full length need less.",
     )
-    kv_blocks: Annotated[int | None, Field(ge=1)] = setting(
+    kv_blocks: Annotated[int | None, Field(ge=1, le=_INT32)] = setting(
         None, "KV cache", "Exact number of blocks in the pool; overrides --kv-memory."
     )
 
@@ -114,7 +119,7 @@ class Settings(BaseSettings):
     executor: str = setting("torch", "Execution", "Executor provider.")
     executor_opt: dict[str, Any] = setting({}, "Execution", "Option of the executor, key=value; repeatable.")
     device: str = setting("auto", "Execution", "auto, cpu, cuda or cuda:N.")
-    threads: Annotated[int | None, Field(ge=1)] = setting(
+    threads: Annotated[int | None, Field(ge=1, le=1024)] = setting(
         None, "Execution", "CPU threads of the engine; default: the CPUs this process may use."
     )
 
@@ -131,6 +136,41 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Logs", "Least severe log line.")
     log_format: Literal["auto", "text", "json"] = setting("auto", "Logs", "How log lines look; auto: text.")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _can_be_sent(cls, value: Any) -> Any:
+        """The engine process must be able to receive it, whatever an option's own model says of it later."""
+        try:
+            msgspec.msgpack.encode(value, enc_hook=str)
+        except UnicodeEncodeError:
+            raise ValueError(f"{brief(repr(value), 80)} is not valid UTF-8") from None
+        except OverflowError:
+            raise ValueError("must not hold an integer of more than 64 bits") from None
+        except RecursionError:
+            raise ValueError("is nested too deeply") from None
+        return value
+
+    @field_validator("model", "host", "device")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        if value == "":
+            raise ValueError("must not be empty")
+        return value
+
+    @field_validator("host")
+    @classmethod
+    def _host(cls, value: str) -> str:
+        try:
+            value.encode("idna")  # as a look-up does
+        except UnicodeError:
+            raise ValueError(f"{brief(repr(value), 80)} is neither an address nor a host name") from None
+        return value
+
+    @field_validator("plugin", mode="before")
+    @classmethod
+    def _plugin(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @field_validator("kv_memory")
     @classmethod
@@ -167,6 +207,8 @@ class Settings(BaseSettings):
             field = re.search(r'"(\w+)"', str(error))
             name = variable(field[1]) if field else f"{ENV_PREFIX}*"
             raise ConfigError(f'{name}: must be JSON, such as {{"key": 1}} or ["name"]') from None
+        except RecursionError:  # from the parser of variables that hold JSON: the file has been read before
+            raise ConfigError(f"{ENV_PREFIX}*: a variable's JSON is nested too deeply") from None
         finally:
             _file_values.reset(token)
 
@@ -194,19 +236,19 @@ def option_flag(kind: str, name: str, option: str) -> str:
     return f"--{kind}-opt {option}" if f"{kind}_opt" in Settings.model_fields else f"{kind} option {option}"
 
 
-def nearest(name: str, known: Mapping[str, Any]) -> str:
-    """The end of an error message: the known name that was probably meant, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def nearest(name: str, known: Mapping[str, Any], prefix: str = "") -> str:
+    """The end of an error message: the known name that was probably meant, behind `prefix`; or nothing."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def unknown_variables() -> list[str]:
     """One sentence for each FRAMEWORK_* variable that is no setting: most likely a typing error."""
-    known = {variable(field): None for field in (*Settings.model_fields, "config")}
+    known = {field.upper(): None for field in (*Settings.model_fields, "config")}
+    given = sorted(name.removeprefix(ENV_PREFIX) for name in os.environ if name.startswith(ENV_PREFIX))
+    # Compared without the prefix, which alone would make any two alike.
     return [
-        f"{name} is no setting{nearest(name, known)}"
-        for name in sorted(os.environ)
-        if name.startswith(ENV_PREFIX) and name not in known
+        f"{ENV_PREFIX}{name} is no setting{nearest(name, known, ENV_PREFIX)}" for name in given if name not in known
     ]
 
 
@@ -215,8 +257,10 @@ def _read(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"--config: {path} is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bad UTF-8, dates and numbers that are none
+        raise ConfigError(f"--config: {path} is not YAML: {one_line(error)}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -239,6 +283,6 @@ def _problems(
             yield f"{where}: unknown setting{nearest(field, Settings.model_fields)}"
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            message = re.sub("^Input should be", "must be", message)
-            shown = "" if problem["type"] == "value_error" else f", got {problem['input']!r}"
+            message = re.sub("^Input should be", "must be", message).replace("a valid tuple", "a list")
+            shown = "" if problem["type"] == "value_error" else f", got {brief(repr(problem['input']), 80)}"
             yield f"{where}: {message}{shown}"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from framework import ConfigError
+from framework.flags import flags, with_settings
+from framework.process import spawn
 from framework.settings import Settings, parse_memory, unknown_variables
 
 
@@ -68,14 +73,78 @@ def test_an_empty_file_is_fine(tmp_path: Path) -> None:
         ("port: [", "--config: {file} is not YAML"),
         ("dtype: fp16", "dtype in {file}: must be 'auto', 'bfloat16', 'float16' or 'float32', got 'fp16'"),
         ("scheduler_opt: 3", "scheduler_opt in {file}: must be a valid dictionary, got 3"),
+        ("plugin: {{a: 1}}", "plugin in {file}: must be a list, got {{'a': 1}}"),
+        ("seed: 9223372036854775808", "seed in {file}: must be less than or equal to 9223372036854775807"),
+        ("scheduler_opt: {{a: 99999999999999999999}}", "scheduler_opt in {file}: must not hold an integer of more"),
+        ("scheduler_opt: &a {{a: *a}}", "scheduler_opt in {file}: is nested too deeply"),
+        ("port: " + "[" * 5000, "--config: {file} is nested too deeply"),
+        ("port: 2020-99-99", "--config: {file} is not YAML: month must be in 1..12"),
+        ("model: ''", "model in {file}: must not be empty"),
     ],
 )
 def test_each_problem_of_a_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    file = write(tmp_path, text)
+    file = write(tmp_path, text.replace("{{", "{").replace("}}", "}"))
     with pytest.raises(ConfigError) as caught:
         Settings.load(file)
     assert str(caught.value).startswith(message.format(file=file))
     assert len(str(caught.value).splitlines()) == 1
+
+
+MANY = "9" * 20
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        *((f, MANY, "less than or equal to") for f in ("seed", "max_num_seqs", "max_num_batched_tokens", "block_size")),
+        *((field, MANY, "less than or equal to") for field in ("kv_blocks", "max_model_len", "threads")),
+        ("seed", "-" + MANY, "greater than or equal to -9223372036854775808, got '-99999999999999999999'"),
+        ("threads", "1025", "less than or equal to 1024, got '1025'"),
+        ("max_num_seqs", "9" * 5000, "integer"),
+        ("kv_memory", "1e400GiB", "is not a size"),
+        ("kv_memory", "1e300GiB" * 1000, "is not a size"),
+        ("model", "a\udcffb", r"'a\udcffb' is not valid UTF-8"),
+        ("plugin", ("a", "\udcff"), "is not valid UTF-8"),
+        ("chat_template", Path("\udcff"), "is not valid UTF-8"),
+        ("executor_opt", {"a": ["\udcff"]}, "is not valid UTF-8"),
+        ("executor_opt", {"a": 2**64}, "must not hold an integer of more than 64 bits"),
+        ("model", "", "must not be empty"),
+        ("host", "", "must not be empty"),
+        ("host", ".", "'.' is neither an address nor a host name"),
+        ("host", "a" * 64, "is neither an address nor a host name"),
+    ],
+)
+def test_values_that_nothing_could_use_are_refused_in_one_short_line(field: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(**{field: value})
+    text = str(caught.value)
+    assert text.startswith(f"--{field.replace('_', '-')}: ") and says in text
+    assert len(text) < 300 and "\n" not in text
+
+
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "::1", "::", "fe80::1%eth0", "münchen.example", "a-b.c_d"])
+def test_hosts_of_every_form_are_taken(host: str) -> None:
+    assert Settings.load(host=host).host == host
+
+
+def test_the_widest_values_are_taken() -> None:
+    settings = Settings.load(seed=str(-(2**63)), threads="1024", max_num_seqs="65536", executor_opt={"a": 2**64 - 1})
+    assert (settings.seed, settings.threads, settings.max_num_seqs) == (-(2**63), 1024, 65536)
+
+
+def test_one_plugin_needs_no_list(tmp_path: Path) -> None:
+    assert Settings.load(write(tmp_path, "plugin: audit")).plugin == ("audit",)
+
+
+def test_an_engine_that_cannot_be_told_its_settings_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started: list[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: started.append(args))
+    with pytest.raises(OverflowError):
+        spawn(Settings.model_construct(executor_opt={"a": 2**64}))
+    assert (started, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -103,6 +172,27 @@ def test_a_variable_that_is_not_json_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FRAMEWORK_SCHEDULER_OPT", "aging=30")
     with pytest.raises(ConfigError, match=r"^FRAMEWORK_SCHEDULER_OPT: must be JSON"):
         Settings.load()
+
+
+@pytest.mark.parametrize("value", ["[", "[" * 5000, "2020-99-99", "9" * 5000])
+def test_an_option_that_is_no_yaml_is_named(value: str) -> None:
+    command = with_settings(lambda settings: pytest.fail("not reached"))
+    given: dict[str, Any] = {option.field: None for option in flags()}
+    with pytest.raises(ConfigError, match=r"^--scheduler-opt: the value in 'a=.* is not a YAML value$") as caught:
+        command(**given | {"config": None, "scheduler_opt": [f"a={value}"]})
+    assert len(str(caught.value)) < 150
+
+
+def test_a_variable_of_absurd_json_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRAMEWORK_SCHEDULER_OPT", "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"^FRAMEWORK_.*nested too deeply$"):
+        Settings.load()
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "HOME", "X", "LOGS"])
+def test_far_names_are_not_suggested(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"FRAMEWORK_{name}", "x")
+    assert unknown_variables() == [f"FRAMEWORK_{name} is no setting"]
 
 
 def test_a_misspelt_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
