@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .registry import Plugins
     from .view import LiveView
 
+_WAITING = (Status.WAITING, Status.PREEMPTED)
 MAX_FAULTS = 10
 """Steps in a row in which a policy may fail before the engine stops."""
 
@@ -59,6 +60,8 @@ class Policy:
             rest = [r for r in view.running if r not in named]
             rest.sort(key=lambda r: (key(r), r.arrival, r.order))
             return [*named.items(), *((r, None) for r in rest)]
+        if len(named) >= len(view.running) and all(map(named.__contains__, view.running)):
+            return list(named.items())
         return [*default_order(view.running, named), *named.items()]
 
     @staticmethod
@@ -70,26 +73,26 @@ class Policy:
         """
         named: dict[Request, int | None] = {}
         lazy = not isinstance(answer, (list, tuple))
-        starting = 0
-        running: set[Request] = set()
+        starting, exhausted, running = 0, True, Status.RUNNING
         for request, tokens in answer or ():
             if request in named:
                 raise ValueError(f"request {request.id!r} is named twice")
             if tokens is not None and (not isinstance(tokens, int) or tokens < 0):
                 raise ValueError(f"request {request.id!r} is given {tokens!r} tokens")
-            status = request.status
-            if status is Status.RUNNING:
-                if request not in (running := running or set(view.running)):
-                    raise ValueError(f"request {request.id!r} is none of this engine's")
-                named[request] = tokens
-            elif (status is Status.WAITING or status is Status.PREEMPTED) and tokens != 0:
+            if request.status is not running:
+                if tokens == 0 or request.status not in _WAITING:
+                    continue
                 if request not in view.queued:
                     raise ValueError(f"request {request.id!r} is none of this engine's")
-                named[request] = tokens
                 starting += 1
                 if lazy and starting > most:
-                    return named, False
-        return named, True
+                    named[request], exhausted = tokens, False
+                    break
+            named[request] = tokens
+        if sum(map(named.__contains__, view.running)) != len(named) - starting:
+            foreign = next(r for r in named if r.status is running and r not in view.running)
+            raise ValueError(f"request {foreign.id!r} is none of this engine's")
+        return named, exhausted
 
     def victim(
         self, view: LiveView, beneficiary: Request, shortage: Shortage, candidates: list[Request]

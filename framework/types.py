@@ -229,6 +229,11 @@ class Request:
         self._limit = limit  # the longest this request may become, prompt and output
 
     @property
+    def limit(self) -> int:
+        """The most tokens this request may come to have, prompt and output."""
+        return self._limit
+
+    @property
     def remaining(self) -> int:
         """Known tokens not computed yet: 1 while decoding."""
         return self.num_tokens + self.drafts - self.computed
@@ -269,6 +274,12 @@ class View(Protocol):
 
         `key` must depend only on what does not change while a request waits; it is called once per
         request and kept by the identity of its code, so write it as a lambda, function or method.
+        """
+
+    def queues(self, key: Callable[[Request], Any]) -> Mapping[Any, Iterable[Request]]:
+        """Waiting requests in a queue of their own for each value of `key` that any of them has; each queue lists
+        preempted requests first, then by arrival. Kept incrementally, so that a policy that is fair to many tenants
+        need not look at all who wait. `key` is bound as that of `queue` is; its values must be hashable.
         """
 
     def ranked(self, key: Callable[[Request], Any]) -> Iterator[Request]:
@@ -322,7 +333,9 @@ class Provider(NamedTuple):
 
     `factory` takes by name what it wants of `options` (an instance of the `options` model), `settings`,
     `spec` (the model's), and for some kinds what hookspecs.py says. `options` is a pydantic model or None.
-    `summary` is one line for `framework plugins`. `api` is the contract's major number.
+    `summary` is one line for `framework plugins`. `api` is the contract's major number. `uses` names the request fields
+    that the plugin goes by, where ignoring them would mislead a client: "priority" without a scheduler (or augmenting
+    plugin) that uses it is refused.
     """
 
     kind: str
@@ -331,6 +344,7 @@ class Provider(NamedTuple):
     options: type | None = None
     api: int = 1
     summary: str = ""
+    uses: tuple[str, ...] = ()
 
 
 Wants = Iterable[Want]

@@ -8,7 +8,21 @@ from typing import Any
 
 from framework.plugins.kv.paged import PagedCache
 
-from framework import Budget, Plan, Request, RequestData, SamplingParams, Shortage, Victim, View, Want, hookimpl
+from framework import (
+    Budget,
+    CacheSpec,
+    Capacity,
+    KVCache,
+    Plan,
+    Request,
+    RequestData,
+    SamplingParams,
+    Shortage,
+    Victim,
+    View,
+    Want,
+    hookimpl,
+)
 from framework.defaults import Defaults
 from framework.engine import Engine
 from framework.executor import Done
@@ -68,6 +82,7 @@ class Harness:
         strict: bool = False,
         max_model_len: int = 1000,
         plugins: Sequence[object] = (),
+        kv: Callable[[CacheSpec, Capacity], KVCache] = PagedCache,
         **executor: Any,
     ) -> None:
         self.done: Counter[str] = Counter()
@@ -81,7 +96,7 @@ class Harness:
             blocks, block_size, token_budget=tokens, seats=seats, clock=self.clock, cost=lambda plan: 0.001, **executor
         )
         capacity = self.executor.start()
-        self.kv = PagedCache(self.executor.cache_spec, capacity)
+        self.kv = kv(self.executor.cache_spec, capacity)
         registry = Plugins()
         registry.add(Defaults(registry), "core")
         registry.add(self, "observer")
@@ -104,14 +119,19 @@ class Harness:
         assert self.done[request.id] == 1, f"request_done came twice for {request}"
 
     def add(
-        self, id: str, prompt: int | Sequence[int] = 4, max_tokens: int | None = 4, priority: int = 0, **params: Any
+        self,
+        id: str,
+        prompt: int | Sequence[int] = 4,
+        max_tokens: int | None = 4,
+        priority: int = 0,
+        tenant: str = "",
+        **params: Any,
     ) -> TokenOutput | None:
         """Returns the refusal, or None if the request was taken in. A prompt's length stands for some prompt."""
         if isinstance(prompt, int):
             prompt = [(i * 7 + sum(id.encode())) % 97 for i in range(prompt)]
-        message = Add(
-            id, list(prompt), SamplingParams(max_tokens=max_tokens, **params), self.clock.ns(), priority=priority
-        )
+        chosen = SamplingParams(max_tokens=max_tokens, **params)
+        message = Add(id, list(prompt), chosen, self.clock.ns(), priority=priority, tenant=tenant)
         refusals = self.engine.add(message)
         if refusals:
             assert len(refusals) == 1 and refusals[0].id == id and refusals[0].finish_reason == "error"

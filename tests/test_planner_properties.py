@@ -13,7 +13,13 @@ from random import Random
 from typing import Any, Literal
 
 import pytest
+from framework.plugins.kv.contiguous import ContiguousCache
+from framework.plugins.kv.paged import PagedCache
+from framework.plugins.schedulers import FairOptions, PriorityOptions
+from framework.plugins.schedulers.fair import Fair
 from framework.plugins.schedulers.fcfs import Fcfs
+from framework.plugins.schedulers.priority import Priority
+from framework.plugins.schedulers.static import Static
 from harness import Harness, Policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,6 +52,7 @@ class Scenario:
     clients: list[Client]
     failures: dict[int, Literal["before", "after"]] = field(default_factory=dict)
     seed: int = 0
+    kv: str = "paged"
 
 
 class _Random(Policy):
@@ -112,7 +119,10 @@ class _Newest(Policy):
 POLICIES = {
     "default": lambda seed: None,
     "fcfs": lambda seed: Fcfs(),
-    "priority": lambda seed: _Ranked(lambda request: request.priority),
+    "priority": lambda seed: Priority(PriorityOptions()),
+    "aging": lambda seed: Priority(PriorityOptions(aging=0.02)),
+    "fair": lambda seed: Fair(FairOptions(weights={"tenant 1": 3.0})),
+    "static": lambda seed: Static(),
     "deadline": lambda seed: _Ranked(lambda request: request.arrival + len(request.prompt)),
     "shortest": lambda seed: _Shortest(),
     "newest": lambda seed: _Newest(),
@@ -120,6 +130,7 @@ POLICIES = {
     "holding": lambda seed: _Random(seed, holds=0.2),
     "faulty": lambda seed: _Random(seed, faults=0.15),
 }
+CACHES = {"paged": PagedCache, "contiguous": ContiguousCache}
 MAY_IDLE = ("holding", "faulty")
 
 
@@ -139,6 +150,7 @@ def play(scenario: Scenario) -> Harness:
         max_model_len=120,
         windows=(None,) * scenario.groups,
         fail=fail,
+        kv=CACHES[scenario.kv],
     )
     clients = {f"r{i}": client for i, client in enumerate(scenario.clients)}
     refused: set[str] = set()
@@ -149,7 +161,8 @@ def play(scenario: Scenario) -> Harness:
         for id, client in clients.items():
             if client.arrives == step:
                 params = {"min_tokens": client.min_tokens, "eos_token_ids": tuple(range(client.ends))}
-                if h.add(id, client.prompt, client.max_tokens, client.priority, **params):
+                tenant = f"tenant {client.priority}"
+                if h.add(id, client.prompt, client.max_tokens, client.priority, tenant, **params):
                     refused.add(id)
             if client.leaves == step:
                 h.abort(id)
@@ -222,6 +235,7 @@ def random_scenario(rng: Random, aborts: bool) -> Scenario:
         clients,
         failures,
         rng.randrange(2**32),
+        rng.choice(("paged", "paged", "contiguous")),
     )
 
 
@@ -267,6 +281,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         draw(st.lists(clients, min_size=1, max_size=8)),
         draw(st.dictionaries(st.integers(1, 40), st.sampled_from(("before", "after")), max_size=4)),
         draw(st.integers(0, 1000)),
+        draw(st.sampled_from(list(CACHES))),
     )
 
 
