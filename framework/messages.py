@@ -125,6 +125,8 @@ class EngineInfo(msgspec.Struct):
     load_seconds: float = 0.0
     notes: list[str] = []
     """Sentences worth a line in the banner."""
+    uses: list[str] = []
+    """Request fields that the selected plugins go by (`Provider.uses`)."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

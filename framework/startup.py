@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .checkpoint import display_name, open_checkpoint
 from .defaults import Defaults
@@ -77,8 +77,15 @@ def build_engine(
         manifest=dict(plugins.manifest),
         load_seconds=time.monotonic() - began,
         notes=list(executor.notes),
+        uses=sorted(set(_used(settings, plugins))),
     )
     return engine, info
+
+
+def _used(settings: Settings, plugins: Plugins) -> Iterator[str]:
+    yield from plugins.get("scheduler", settings.scheduler).uses
+    for name in settings.plugin:
+        yield from plugins.get("plugin", name).uses
 
 
 def _max_model_len(settings: Settings, kv: KVCache, model_limit: int) -> tuple[int, str]:

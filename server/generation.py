@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +16,7 @@ from starlette.requests import Request
 
 from framework import Logprobs, ResponseRecord, SamplingParams, Tokenizer
 from framework.detokenizer import Assembler, Delta
-from framework.inputs import InputProcessor
+from framework.inputs import InputProcessor, Routing
 from framework.messages import Add
 
 from .client import EngineClient
@@ -76,6 +77,7 @@ class Generation:
     def __init__(self, serving: Serving, request: Request, operation: str, prefix: str, **options: Any) -> None:
         self.serving = serving
         self.choices: list[Choice] = []
+        self.caller = _caller(request)
         parent = trace.get_current_span(_PROPAGATOR.extract(dict(request.headers))).get_span_context()
         start = request.state.start
         self.record = ResponseRecord(
@@ -121,7 +123,7 @@ class Generation:
         return result
 
     async def run(
-        self, prompts: Sequence[Prompt], priority: int = 0, tenant: str = "", extra: dict[str, Any] | None = None
+        self, prompts: Sequence[Prompt], routing: Routing = Routing(), extra: dict[str, Any] | None = None
     ) -> AsyncIterator[list[tuple[Choice, Delta]]]:
         """Generate: what is new, in lists of what came together. Ends when all sequences have; leaving it early
         aborts them."""
@@ -129,7 +131,15 @@ class Generation:
         record.choices = len(prompts)
         self.choices = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(prompts)]
         adds = [
-            Add(record.id, p.ids, p.params, record.start, priority, tenant, extra=extra or {}, trace=record.traceparent)
+            Add(
+                record.id,
+                p.ids,
+                p.params,
+                record.start,
+                **routing._asdict(),
+                extra=extra or {},
+                trace=record.traceparent,
+            )
             for p in prompts
         ]
         async with self.serving.client.generate(adds, record) as stream:
@@ -159,6 +169,14 @@ class Generation:
     @property
     def output_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
+
+
+def _caller(request: Request) -> str:
+    """Who asks, where the body does not say: a digest of the API key, so that the key itself goes nowhere."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        return ""
+    return "key-" + hashlib.blake2b(key.strip().encode(), digest_size=8).hexdigest()
 
 
 _PROPAGATOR = TraceContextTextMapPropagator()

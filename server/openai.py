@@ -50,6 +50,8 @@ class _Reply:
         request.check()
         fields = request.sampling()
         self.generation.record.attributes = attributes(fields)
+        tenant = request.tenant or request.user or self.generation.caller
+        routing = inputs.routing(request.priority, tenant, request.cache_salt)
         n = request.n or 1
         params = [inputs.params({**fields, "seed": derived_seed(request.seed, k)}) for k in range(n)]
         every = await self.prompts()
@@ -57,7 +59,7 @@ class _Reply:
             prompts = [Prompt(ids, inputs.complete(p, ids)) for ids in every for p in params]
         except InvalidRequest as error:
             raise request.spelled(error) from None
-        news = self.generation.run(prompts, request.priority or 0, request.user or "", request.extra)
+        news = self.generation.run(prompts, routing, request.extra)
         async for pieces in news:
             yield pieces
 

@@ -122,8 +122,12 @@ class GenerationRequest(_Body):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: Int64 | None = None
-    """Lower is sooner."""
+    """Lower is sooner. Refused where the scheduler would ignore it."""
+    tenant: str | None = None
+    """Whose share of the service this counts against; left out: `user`, or else the API key."""
     user: str | None = None
+    cache_salt: str | None = None
+    """Only requests with the same salt share cached prefixes."""
     extra: dict[str, Any] | None = None
     """Passed on to plugins: they read it as `Request.extra`."""
 

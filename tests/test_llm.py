@@ -124,3 +124,27 @@ def test_a_refusal_is_an_exception(tiny_llama: Path) -> None:
             closed.generate("x", GREEDY)
         assert (caught.value.status, caught.value.retry_after) == (429, 3.0)
         assert_idle(closed.engine.stats())
+
+
+def test_priority_tenant_and_salt_of_each_prompt(tiny_llama: Path, llm: LLM) -> None:
+    alone = [output.token_ids for output in llm.generate(PROMPTS[:3], GREEDY)]
+    with engine(tiny_llama, scheduler="priority", max_num_seqs=1) as ranked:
+        outputs = ranked.generate(PROMPTS[:3], GREEDY, priority=[2, 0, 1], tenant="blue", cache_salt=["a", "b", "c"])
+        assert [output.token_ids for output in outputs] == alone
+        admitted = [output.times.admitted for output in outputs if output.times]
+        assert sorted(admitted) == [admitted[1], admitted[2], admitted[0]]
+        assert "".join(ranked.stream(PROMPTS[0], GREEDY, priority=-1)) == outputs[0].text
+        assert ranked.chat([{"role": "user", "content": "a"}], {"max_tokens": 1}, priority=4)[0].token_ids
+        with pytest.raises(ValueError):
+            ranked.generate(PROMPTS[:3], GREEDY, priority=[1, 2])
+        with pytest.raises(InvalidRequest, match="64-bit"):
+            ranked.generate(PROMPTS[0], GREEDY, priority=2**63)
+    assert_idle(llm.engine.stats())
+
+
+def test_a_priority_that_would_be_ignored_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="'fcfs', ignores it") as error:
+        llm.generate(PROMPTS[0], GREEDY, priority=1)
+    assert error.value.field == "priority"
+    with pytest.raises(InvalidRequest, match="at most 256"):
+        llm.generate(PROMPTS[0], GREEDY, tenant="a" * 257)

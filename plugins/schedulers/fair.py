@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import takewhile
 from operator import attrgetter
 
-from framework import Budget, Request, Status, View, Want, hookimpl
+from framework import Budget, Request, View, Want, hookimpl
 
 from . import FairOptions
 from .service import Service
@@ -24,34 +24,39 @@ class Fair:
 
     def __init__(self, options: FairOptions) -> None:
         self._service = Service(options)
-        self._heap: list[
-            tuple[float, int, str]
-        ] = []  # (served, or less; turn; tenant) of all who wait, and of some more
-        self._turns: dict[str, int] = {}  # of tenants on the heap, or drawn from it by the last ranking:
-        self._drawn: list[str] = []
+        self._unfinished: Counter[str] = Counter()  # requests by tenant
+        self._turns: dict[str, int] = {}  # of tenants with unfinished requests: breaks ties. They are on the heap
+        self._heap: list[tuple[float, int, str]] = []  # (served, or less; turn; tenant), as are some who were here
+        self._away: set[str] = set()  # or away: drawn by the last ranking, or with nobody waiting
         self._step = -1  # in which running requests were charged last
 
     @hookimpl
     def arrived(self, request: Request, view: View) -> None:
-        if request.tenant not in view.queues(tenant_of):
+        tenant = request.tenant
+        if tenant not in view.queues(tenant_of):
             self._catch_up(view)
             least = self._heap[0][2] if self._settle(view) else self._service.last
-            self._service.lift(request.tenant, self._service.of.get(least, 0.0), self._turns)
-            self._enter(request)
+            self._service.lift(tenant, self._service.of.get(least, 0.0), self._turns)
+        self._unfinished[tenant] += 1
+        if self._turns.setdefault(tenant, request.order) == request.order:
+            self._away.add(tenant)
 
     @hookimpl
     def admit(self, view: View, budget: Budget) -> Iterable[Want]:
         if not (budget.requests and view.waiting):
             return ()
         self._catch_up(view)
-        for request in takewhile(lambda r: r.status is Status.PREEMPTED, view.waiting):
-            self._enter(request)
         return self._ranking(view)
 
     @hookimpl
     def request_done(self, request: Request) -> None:
         if request.admitted_at is not None:
             self._service.close(request)
+        if request.finish_reason != "rejected":
+            self._unfinished[request.tenant] -= 1
+            if not self._unfinished[request.tenant]:
+                del self._unfinished[request.tenant], self._turns[request.tenant]
+                self._away.discard(request.tenant)
 
     def _ranking(self, view: View) -> Iterator[Want]:
         """As if each request were admitted, and its tenant charged, at once; worked out as far as the core reads."""
@@ -59,7 +64,7 @@ class Fair:
         while self._settle(view) or ahead:
             if not ahead or (self._heap and self._heap[0] < ahead[0][:3]):
                 served, turn, tenant = heappop(self._heap)
-                self._drawn.append(tenant)
+                self._away.add(tenant)
                 requests = iter(view.queues(tenant_of)[tenant])
             else:
                 served, turn, tenant, requests = heappop(ahead)
@@ -72,25 +77,22 @@ class Fair:
         whoever is there: a tenant with none waiting leaves, one served since then sinks."""
         while self._heap:
             served, turn, tenant = self._heap[0]
-            waits, now = tenant in view.queues(tenant_of), self._service.of[tenant]
+            here = self._turns.get(tenant) == turn
+            waits, now = here and tenant in view.queues(tenant_of), self._service.of.get(tenant, 0.0)
             if waits and served == now:
                 return True
             heappop(self._heap)
             if waits:
                 heappush(self._heap, (now, turn, tenant))
-            else:
-                del self._turns[tenant]
+            elif here:
+                self._away.add(tenant)
         return False
 
-    def _enter(self, request: Request) -> None:
-        if request.tenant not in self._turns:
-            self._turns[request.tenant] = request.order
-            heappush(self._heap, (self._service.of[request.tenant], request.order, request.tenant))
-
     def _catch_up(self, view: View) -> None:
-        for tenant in self._drawn:
+        queues = view.queues(tenant_of)
+        for tenant in [tenant for tenant in self._away if tenant in queues]:
+            self._away.remove(tenant)
             heappush(self._heap, (self._service.of[tenant], self._turns[tenant], tenant))
-        self._drawn = []
         if view.step != self._step:
             self._step = view.step
             for request in view.running:
