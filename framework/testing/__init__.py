@@ -19,6 +19,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
+    "Client": "simulation",
+    "KVConformance": "caches",
+    "SchedulerConformance": "schedulers",
+    "Simulation": "simulation",
     "CheckingExecutor": "checking",
     "PlanFault": "memory",
     "RequestFailed": "checking",
@@ -26,7 +30,18 @@ _PUBLIC = {
     "ScriptedExecutor": "scripted",
     "VirtualClock": "clock",
 }
-__all__ = ["CheckingExecutor", "PlanFault", "RequestFailed", "ScriptedExecutor", "StepFailed", "VirtualClock"]
+__all__ = [
+    "CheckingExecutor",
+    "Client",
+    "KVConformance",
+    "PlanFault",
+    "RequestFailed",
+    "SchedulerConformance",
+    "ScriptedExecutor",
+    "Simulation",
+    "StepFailed",
+    "VirtualClock",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -36,9 +51,13 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from .caches import KVConformance as KVConformance
     from .checking import CheckingExecutor as CheckingExecutor
     from .checking import RequestFailed as RequestFailed
     from .checking import StepFailed as StepFailed
     from .clock import VirtualClock as VirtualClock
     from .memory import PlanFault as PlanFault
+    from .schedulers import SchedulerConformance as SchedulerConformance
     from .scripted import ScriptedExecutor as ScriptedExecutor
+    from .simulation import Client as Client
+    from .simulation import Simulation as Simulation
