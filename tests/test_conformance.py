@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import broken
+import pytest
+
+from framework import CacheSpec, Capacity, KVCache, PluginError
 from framework.testing import KVConformance, SchedulerConformance
 
 
@@ -40,3 +44,71 @@ class TestPaged(KVConformance):
 
 class TestContiguous(KVConformance):
     provider = "contiguous"
+
+
+# The kit can fail
+
+
+class TestRanked(SchedulerConformance):
+    def scheduler(self) -> object:
+        return broken.Ranked()
+
+
+class TestSeated(SchedulerConformance):
+    def scheduler(self) -> object:
+        return broken.Seated()
+
+
+class TestToy(KVConformance):
+    def cache(self, cache_spec: CacheSpec, capacity: Capacity) -> KVCache:
+        return broken.Toy(cache_spec, capacity)
+
+
+SCHEDULERS = {
+    broken.Idles: ["test_progress"],
+    broken.ForgetsVictims: ["test_progress"],
+    broken.Starves: ["test_no_starvation"],
+    broken.BreaksTiesByChance: ["test_determinism"],
+    broken.TurnsTheView: ["test_leaves_what_it_is_shown_alone"],
+    broken.Promotes: ["test_leaves_what_it_is_shown_alone"],
+    broken.NamesTwice: ["test_answers_are_valid"],
+    broken.AsksForLessThanNothing: ["test_answers_are_valid"],
+    broken.EvictsTheBeneficiary: ["test_answers_are_valid"],
+    broken.SortsEveryStep: ["test_cost_with_10_000_waiting"],
+    broken.CountsTheDead: ["test_survives_aborts_and_failed_steps"],
+}
+CACHES = {
+    broken.LeaksABlock: ["test_everything_comes_back", "test_contents"],
+    broken.GivesABlockTwice: ["test_nobody_owns_what_another_writes", "test_contents"],
+    broken.WritesWhatIsShared: ["test_fork"],
+    broken.ForgetsWhoElseGoes: ["test_missing_as_if_others_were_gone"],
+    broken.TakesAndFails: ["test_missing_and_reserve_agree"],
+    broken.Promises: ["test_missing_and_reserve_agree"],
+    broken.HidesWhatIsEmpty: ["test_usage_tells_what_is_held_and_what_is_only_reserved"],
+    broken.SwapsInBackwards: ["test_contents"],
+    broken.KeepsHostBlocks: ["test_swap"],
+    broken.PeaksTooLow: ["test_peak_is_enough_and_no_more"],
+    broken.HitsWhatIsNotThere: ["test_contents"],
+}
+
+
+@pytest.mark.parametrize("plugin", SCHEDULERS, ids=lambda plugin: plugin.__name__)
+def test_a_broken_scheduler_fails(plugin: type) -> None:
+    class Suite(SchedulerConformance):
+        def scheduler(self) -> object:
+            return plugin()
+
+    for check in SCHEDULERS[plugin]:
+        with pytest.raises((AssertionError, PluginError)):
+            getattr(Suite(), check)()
+
+
+@pytest.mark.parametrize("plugin", CACHES, ids=lambda plugin: plugin.__name__)
+def test_a_broken_cache_fails(plugin: type[broken.Toy]) -> None:
+    class Suite(KVConformance):
+        def cache(self, cache_spec: CacheSpec, capacity: Capacity) -> KVCache:
+            return plugin(cache_spec, capacity)
+
+    for check in CACHES[plugin]:
+        with pytest.raises(AssertionError):
+            getattr(Suite(), check)()

@@ -49,6 +49,8 @@ class KVConformance:
     provider: ClassVar[str] = ""
     options: ClassVar[Mapping[str, Any]] = {}
     block_sizes: ClassVar[Sequence[int]] = (1, 4, 16)
+    windows: ClassVar[Sequence[tuple[int | None, ...]]] = ((None,), (None, None), (6,))
+    """Models that it is tried with: the sliding window of each group of layers."""
 
     def cache(self, cache_spec: CacheSpec, capacity: Capacity) -> KVCache:
         """A new one."""
@@ -78,10 +80,18 @@ class KVConformance:
             block_size = rng.choice(self.block_sizes)
             blocks, host = rng.randint(8, 24), rng.choice((0, 2, 16))
             clients = random_clients(rng, rng.randint(4, 20), blocks * block_size, aborts=bool(seed % 2))
-            limits = {"tokens": rng.choice((7, 64, 300)), "seats": rng.randint(2, 8), "watermark": rng.choice((0, 2))}
-            simulation = Simulation(
-                _Pressure(seed), self.cache, blocks=blocks, block_size=block_size, host_blocks=host, **limits
-            )
+            limits: dict[str, Any] = {
+                "tokens": rng.choice((7, 64, 300)),
+                "seats": rng.randint(2, 8),
+                "watermark": rng.choice((0, 2)),
+            }
+            memory = {
+                "blocks": blocks,
+                "block_size": block_size,
+                "host_blocks": host,
+                "windows": rng.choice(self.windows),
+            }
+            simulation = Simulation(_Pressure(seed), self.cache, **memory, **limits)
             yield seed, simulation, clients
 
     # By itself
@@ -184,7 +194,8 @@ class KVConformance:
             request = _request("r", 3 * block_size, 3)
             user.reserve(request, request.num_tokens, 0)
             computed = request.computed
-            kv.drain()
+            request.output.append(7)
+            request.num_tokens += 1
             if not kv.swap_out(request):
                 continue
             swapped += 1
@@ -192,12 +203,17 @@ class KVConformance:
             kv.check_integrity()
             assert kv.available == 8, "a swapped request holds blocks on the device"
             assert kv.usage().swapped == len(out) == 3, f"three blocks were computed: {out}"
-            found = kv.reserve(request, request.num_tokens + 1)
+            found = kv.reserve(request, request.num_tokens)
             assert found is not None and found.start == computed, f"{computed} tokens left, and {found} came back"
             copied = {copy.src for copy in kv.drain()}
             assert copied <= {copy.dst for copy in out}, "it returned from other host blocks than it went to"
-            kv.release(request)
-            assert (kv.available, kv.usage().swapped) == (8, 0)
+            user.computed(request, request.num_tokens)
+            swapped_again = kv.swap_out(request)
+            kv.drain()
+            kv.release(request)  # its client left while it was swapped, if it was
+            kv.check_integrity()
+            left = f"released {'while swapped' if swapped_again else ''}, and the cache says {kv.usage()}"
+            assert (kv.available, kv.usage().swapped) == (8, 0), left
         if not swapped:
             pytest.skip("this cache does not swap")
 
@@ -208,8 +224,10 @@ class KVConformance:
             for first in (0, 1):
                 kv = self._empty(16, block_size)
                 user = _User(kv, block_size, Random(2))
-                parent, child = _request("parent", 2 * block_size + 1, 9), _request("child", 2 * block_size + 1, 9)
+                prompt = 2 * block_size + block_size // 2 + 1  # it ends inside a block, if blocks have an inside
+                parent, child = _request("parent", prompt, 9), _request("child", prompt, 9)
                 user.reserve(parent, parent.num_tokens, 0)
+                user.written.clear()
                 available, child.computed = kv.available, child.num_tokens - 1
                 if not kv.fork(parent, child):
                     continue

@@ -90,7 +90,7 @@ class SchedulerConformance:
             def fail(plan: Plan, failing: dict[int, When] = failing) -> When | None:
                 return failing.get(plan.step)
 
-            limits = {"tokens": tokens, "seats": seats, "watermark": watermark, "fail": fail}
+            limits: dict[str, Any] = {"tokens": tokens, "seats": seats, "watermark": watermark, "fail": fail}
             yield Simulation(self.scheduler(), self.kv, blocks=blocks, block_size=block_size, **limits), clients
 
     def test_progress(self) -> None:
@@ -104,7 +104,6 @@ class SchedulerConformance:
     def test_no_starvation(self) -> None:
         """When requests stop coming, all end, in no more steps than one after the other would take: the largest one
         too, the one of the worst priority, and the one of a tenant who asks once."""
-        limits = {"tokens": 16, "seats": 4, "blocks": 32}
         for seed in range(4):
             rng = Random(seed)
             crowd = [
@@ -115,7 +114,7 @@ class SchedulerConformance:
                 Client("worst", (2,) * 5, 5, 3, priority=100, tenant="crowd"),
                 Client("once", (3,) * 5, 5, 3, tenant="once"),
             ]
-            simulation = Simulation(self.scheduler(), self.kv, **limits)
+            simulation = Simulation(self.scheduler(), self.kv, tokens=16, seats=4, blocks=32)
             one_by_one = sum(-(-len(c.prompt) // 16) + (c.max_tokens or 0) for c in (*crowd, *odd))
             simulation.play([*crowd, *odd], most=60 + one_by_one)
             assert not simulation.forced, "a request was left alone, and ran only because the core forced it"
