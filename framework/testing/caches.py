@@ -80,18 +80,17 @@ class KVConformance:
             block_size = rng.choice(self.block_sizes)
             blocks, host = rng.randint(8, 24), rng.choice((0, 2, 16))
             clients = random_clients(rng, rng.randint(4, 20), blocks * block_size, aborts=bool(seed % 2))
-            limits: dict[str, Any] = {
-                "tokens": rng.choice((7, 64, 300)),
-                "seats": rng.randint(2, 8),
-                "watermark": rng.choice((0, 2)),
-            }
-            memory = {
-                "blocks": blocks,
-                "block_size": block_size,
-                "host_blocks": host,
-                "windows": rng.choice(self.windows),
-            }
-            simulation = Simulation(_Pressure(seed), self.cache, **memory, **limits)
+            simulation = Simulation(
+                _Pressure(seed),
+                self.cache,
+                blocks=blocks,
+                block_size=block_size,
+                host_blocks=host,
+                windows=rng.choice(self.windows),
+                tokens=rng.choice((7, 64, 300)),
+                seats=rng.randint(2, 8),
+                watermark=rng.choice((0, 2)),
+            )
             yield seed, simulation, clients
 
     # By itself
