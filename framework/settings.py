@@ -102,6 +102,9 @@ class Settings(BaseSettings):
     kv_blocks: Annotated[int | None, Field(ge=1)] = setting(
         None, "KV cache", "Exact number of blocks in the pool; overrides --kv-memory."
     )
+    prefix_cache: bool = setting(
+        True, "KV cache", "Share KV blocks between requests that begin alike; --no-prefix-cache: never."
+    )
 
     kernel: str = setting("auto", "Execution", "Kernel backend provider; auto: the first that supports the machine.")
     kernel_opt: dict[str, Any] = setting({}, "Execution", "Option of the kernel backend, key=value; repeatable.")

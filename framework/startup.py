@@ -12,7 +12,7 @@ from .errors import ConfigError
 from .kv import KVCache
 from .messages import EngineInfo
 from .model import Checkpoint
-from .planner import Limits
+from .preemption import Limits
 from .registry import Plugins
 from .settings import Settings
 from .types import Request, SamplingParams
