@@ -167,7 +167,7 @@ class Engine:
             if index == 0:
                 request.first_token_at = now / 1e9
             self._generated += len(tokens)
-            output = TokenOutput(request.id, index, list(tokens))
+            output = TokenOutput(request.id, index, list(tokens), cached_tokens=0 if index else request.cached_tokens)
             if logprobs:
                 found = logprobs.get(request.id)
                 output.logprobs = list(found[: len(tokens)]) if found else None

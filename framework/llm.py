@@ -18,7 +18,7 @@ import msgspec
 
 from .checkpoint import open_checkpoint
 from .detokenizer import Assembler
-from .errors import FrameworkError, Rejected
+from .errors import FrameworkError, InvalidRequest, Rejected
 from .inputs import InputProcessor
 from .messages import Add, RequestTimes, TokenOutput
 from .plan import Logprobs
@@ -79,22 +79,27 @@ class LLM:
         self._mail: dict[str, list[TokenOutput]] = {}
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, *, n: int = 1
     ) -> list[RequestOutput]:
-        """Complete each prompt (text or token ids), all in one batch; outputs in the order of the prompts.
+        """Complete each prompt (text or token ids) `n` times, all in one batch; outputs in the order of the prompts,
+        those of one prompt side by side.
 
         `params`: one for all, or one for each. Fields that are not set have the checkpoint's defaults if a mapping
         is given, and those of `SamplingParams` if such an object is. Raises `InvalidRequest` for bad values.
         """
         batch = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
-        return self._run([self.inputs.encode(prompt) for prompt in batch], params)  # type: ignore[arg-type]
+        return self._run([self.inputs.encode(prompt) for prompt in batch], params, n)  # type: ignore[arg-type]
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params | Sequence[Params] = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params | Sequence[Params] = None,
+        *,
+        n: int = 1,
     ) -> list[RequestOutput]:
-        """Answer each conversation through the checkpoint's chat template."""
+        """Answer each conversation `n` times through the checkpoint's chat template."""
         batch = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self._run([self.inputs.render(conversation) for conversation in batch], params)  # type: ignore[arg-type]
+        return self._run([self.inputs.render(conversation) for conversation in batch], params, n)  # type: ignore[arg-type]
 
     def stream(self, prompt: Prompt | Sequence[Message], params: Params = None) -> Iterator[str]:
         """Text of one completion (or of one answer, if `prompt` is a list of messages) as it comes.
@@ -106,29 +111,37 @@ class LLM:
         for _, text in self._stream([ids], [params]):
             yield text
 
-    def _run(self, prompts: Sequence[list[int]], params: Params | Sequence[Params]) -> list[RequestOutput]:
+    def _run(self, prompts: Sequence[list[int]], params: Params | Sequence[Params], n: int) -> list[RequestOutput]:
         each: list[Params] = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)  # type: ignore[list-item]
-        outputs = [RequestOutput(prompt) for prompt in prompts]
-        for _ in self._stream(prompts, each, outputs):
+        if n < 1:
+            raise InvalidRequest("n", f"n must be at least 1, got {n}")
+        outputs = [RequestOutput(prompt) for prompt in prompts for _ in range(n)]
+        for _ in self._stream(prompts, each, outputs, n):
             pass
         return outputs
 
     def _stream(
-        self, prompts: Sequence[list[int]], params: Sequence[Params], outputs: list[RequestOutput] | None = None
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[Params],
+        outputs: list[RequestOutput] | None = None,
+        n: int = 1,
     ) -> Iterator[tuple[int, str]]:
-        """(index of the prompt, new text) as it comes; `outputs` are filled in."""
+        """(index of the output, new text) as it comes; `outputs` are filled in."""
         outputs = outputs or [RequestOutput(prompt) for prompt in prompts]
         index: dict[str, int] = {}
         assemblers: list[Assembler] = []
         adds: list[Add] = []
-        for i, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
+        for prompt, given in zip(prompts, params, strict=True):
             chosen = given if isinstance(given, SamplingParams) else self.inputs.params(given or {})
             complete = self.inputs.complete(chosen, prompt)
-            assemblers.append(Assembler(self.tokenizer, complete, prompt))
-            adds.append(Add(f"llm-{next(self._ids)}", prompt, complete, 0))
-            index[adds[-1].id] = i
+            adds.append(Add(f"llm-{next(self._ids)}", prompt, complete, 0, n=n))
+            for id in adds[-1].ids:
+                index[id] = len(assemblers)
+                assemblers.append(Assembler(self.tokenizer, complete, prompt))
         try:
             for add in adds:
+                self._mail.update((id, []) for id in add.ids)
                 self._mail[add.id] = self.engine.add(add)
             while index:
                 for output in self._receive(index):

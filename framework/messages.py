@@ -82,6 +82,8 @@ class TokenOutput(msgspec.Struct, array_like=True):
     status: int = 500
     retry_after: float | None = None
     times: RequestTimes | None = None
+    cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache; told with the first tokens."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -144,6 +146,13 @@ class EngineInfo(msgspec.Struct):
     load_seconds: float = 0.0
     notes: list[str] = []
     """Sentences worth a line in the banner."""
+    host_blocks: int = 0
+    """Blocks of the host tier, for swapped requests."""
+    preemption: str = "auto"
+    copy_rate: float = 0.0
+    """Bytes per second between device and host; 0: not measured."""
+    compute_rate: float = 0.0
+    """Prompt tokens per second; 0: not measured."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
