@@ -18,7 +18,7 @@ import msgspec
 
 from .checkpoint import open_checkpoint
 from .detokenizer import Assembler
-from .errors import FrameworkError, Rejected
+from .errors import FrameworkError, InvalidRequest, Rejected
 from .inputs import InputProcessor, Routing
 from .messages import Add, RequestTimes, TokenOutput
 from .plan import Logprobs
@@ -83,11 +83,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] = None,
         *,
+        n: int = 1,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
         cache_salt: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Complete each prompt (text or token ids), all in one batch; outputs in the order of the prompts.
+        """Complete each prompt (text or token ids) `n` times, all in one batch; outputs in the order of the prompts,
+        those of one prompt side by side.
 
         `params`: one for all, or one for each. Fields that are not set have the checkpoint's defaults if a mapping
         is given, and those of `SamplingParams` if such an object is. `priority` (lower is sooner), `tenant` and
@@ -96,22 +98,24 @@ class LLM:
         """
         batch = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
         routing = self._routing(len(batch), priority, tenant, cache_salt)
-        return self._run([self.inputs.encode(prompt) for prompt in batch], params, routing)  # type: ignore[arg-type]
+        return self._run([self.inputs.encode(prompt) for prompt in batch], params, routing, n)  # type: ignore[arg-type]
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params | Sequence[Params] = None,
         *,
+        n: int = 1,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
         cache_salt: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Answer each conversation through the checkpoint's chat template. Arguments as those of `generate`."""
+        """Answer each conversation `n` times through the checkpoint's chat template. Arguments as those of
+        `generate`."""
         batch = [messages] if messages and isinstance(messages[0], Mapping) else messages
         routing = self._routing(len(batch), priority, tenant, cache_salt)
         prompts = [self.inputs.render(conversation) for conversation in batch]  # type: ignore[arg-type]
-        return self._run(prompts, params, routing)
+        return self._run(prompts, params, routing, n)
 
     def stream(
         self,
@@ -137,11 +141,13 @@ class LLM:
         return [self.inputs.routing(*one) for one in zip(*each, strict=True)]
 
     def _run(
-        self, prompts: Sequence[list[int]], params: Params | Sequence[Params], routing: Sequence[Routing]
+        self, prompts: Sequence[list[int]], params: Params | Sequence[Params], routing: Sequence[Routing], n: int
     ) -> list[RequestOutput]:
         each: list[Params] = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)  # type: ignore[list-item]
-        outputs = [RequestOutput(prompt) for prompt in prompts]
-        for _ in self._stream(prompts, each, routing, outputs):
+        if n < 1:
+            raise InvalidRequest("n", f"n must be at least 1, got {n}")
+        outputs = [RequestOutput(prompt) for prompt in prompts for _ in range(n)]
+        for _ in self._stream(prompts, each, routing, outputs, n):
             pass
         return outputs
 
@@ -151,20 +157,23 @@ class LLM:
         params: Sequence[Params],
         routing: Sequence[Routing],
         outputs: list[RequestOutput] | None = None,
+        n: int = 1,
     ) -> Iterator[tuple[int, str]]:
-        """(index of the prompt, new text) as it comes; `outputs` are filled in."""
+        """(index of the output, new text) as it comes; `outputs` are filled in."""
         outputs = outputs or [RequestOutput(prompt) for prompt in prompts]
         index: dict[str, int] = {}
         assemblers: list[Assembler] = []
         adds: list[Add] = []
-        for i, (prompt, given, routed) in enumerate(zip(prompts, params, routing, strict=True)):
+        for prompt, given, routed in zip(prompts, params, routing, strict=True):
             chosen = given if isinstance(given, SamplingParams) else self.inputs.params(given or {})
             complete = self.inputs.complete(chosen, prompt)
-            assemblers.append(Assembler(self.tokenizer, complete, prompt))
-            adds.append(Add(f"llm-{next(self._ids)}", prompt, complete, 0, **routed._asdict()))
-            index[adds[-1].id] = i
+            adds.append(Add(f"llm-{next(self._ids)}", prompt, complete, 0, **routed._asdict(), n=n))
+            for id in adds[-1].ids:
+                index[id] = len(assemblers)
+                assemblers.append(Assembler(self.tokenizer, complete, prompt))
         try:
             for add in adds:
+                self._mail.update((id, []) for id in add.ids)
                 self._mail[add.id] = self.engine.add(add)
             while index:
                 for output in self._receive(index):

@@ -47,6 +47,14 @@ def parse_memory(text: str) -> int | float:
     raise ValueError(f"{text!r} is not a size such as 2GiB or 512MB, nor a fraction such as 0.3")
 
 
+def host_blocks(space: str, blocks: int, block_bytes: int) -> int:
+    """KV blocks of the host tier: `--swap-space`, for a device pool of `blocks`."""
+    if not space.strip().strip("0."):
+        return 0
+    amount = parse_memory(space)
+    return int(amount * blocks) if isinstance(amount, float) else amount // max(1, block_bytes)
+
+
 def setting(default: Any, group: str, help: str, **extra: Any) -> Any:
     """A field of `Settings`: `group` is its panel in --help."""
     return Field(default, description=help, json_schema_extra={"group": group}, **extra)
@@ -102,6 +110,18 @@ class Settings(BaseSettings):
     kv_blocks: Annotated[int | None, Field(ge=1)] = setting(
         None, "KV cache", "Exact number of blocks in the pool; overrides --kv-memory."
     )
+    swap_space: str = setting(
+        "0.25",
+        "KV cache",
+        "Host memory for the blocks of preempted requests: 4GiB, or a fraction of the pool (0.25); 0: none. "
+        "Taken when first used.",
+    )
+    preemption: Literal["auto", "swap", "recompute"] = setting(
+        "auto", "KV cache", "What becomes of a preempted request's blocks; auto: what is measured to be cheaper."
+    )
+    prefix_cache: bool = setting(
+        True, "KV cache", "Share KV blocks between requests that begin alike; --no-prefix-cache: never."
+    )
 
     kernel: str = setting("auto", "Execution", "Kernel backend provider; auto: the first that supports the machine.")
     kernel_opt: dict[str, Any] = setting({}, "Execution", "Option of the kernel backend, key=value; repeatable.")
@@ -132,6 +152,12 @@ class Settings(BaseSettings):
     @classmethod
     def _kv_memory(cls, value: str) -> str:
         parse_memory(value)
+        return value
+
+    @field_validator("swap_space")
+    @classmethod
+    def _swap_space(cls, value: str) -> str:
+        host_blocks(value, 1, 1)
         return value
 
     @classmethod

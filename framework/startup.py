@@ -12,10 +12,10 @@ from .errors import ConfigError
 from .kv import KVCache
 from .messages import EngineInfo
 from .model import Checkpoint
-from .planner import Limits
+from .preemption import Costs, Limits
 from .registry import Plugins
 from .settings import Settings
-from .types import Request, SamplingParams
+from .types import Mode, Request, SamplingParams
 
 Progress = Callable[[str, float], None]
 WATERMARK = 0.01
@@ -48,6 +48,8 @@ def build_engine(
             seats=settings.max_num_seqs,
             watermark=int(blocks * WATERMARK),
             strict=settings.strict_plugins,
+            preemption=None if settings.preemption == "auto" else Mode(settings.preemption),
+            costs=Costs(executor.copy_rate, executor.compute_rate, capacity.block_bytes),
         )
         engine = Engine(plugins, executor, kv, limits, max_model_len, settings.seed)
     except BaseException:
@@ -78,6 +80,10 @@ def build_engine(
         load_seconds=time.monotonic() - began,
         notes=list(executor.notes),
         uses=sorted(set(_used(settings, plugins))),
+        host_blocks=capacity.blocks.get("host", 0),
+        preemption=settings.preemption,
+        copy_rate=executor.copy_rate,
+        compute_rate=executor.compute_rate,
     )
     return engine, info
 

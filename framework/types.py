@@ -128,7 +128,7 @@ def _brief(value: object) -> str:
 class Status(enum.StrEnum):
     """Where a request is. Only WAITING, PREEMPTED and RUNNING are visible to policies."""
 
-    HIDDEN = "hidden"  # known, not schedulable yet: preparing a grammar, loading an adapter, paused
+    HIDDEN = "hidden"  # known, not schedulable yet: waiting to fork off, preparing a grammar, paused
     WAITING = "waiting"  # never ran
     PREEMPTED = "preempted"  # ran; its blocks were taken; waits to resume
     RUNNING = "running"
@@ -155,6 +155,8 @@ class Request:
         "admitted_at",
         "arrival",
         "cache_salt",
+        "cached_tokens",
+        "children",
         "computed",
         "drafts",
         "extra",
@@ -172,6 +174,7 @@ class Request:
         "preemptions",
         "priority",
         "prompt",
+        "reached",
         "seed",
         "state",
         "status",
@@ -217,6 +220,9 @@ class Request:
         self.status = Status.WAITING
         self.num_tokens = len(prompt)  # prompt and output
         self.computed = 0  # leading tokens whose keys and values are in the cache
+        self.reached = 0  # the most tokens that ever were: what is computed below it is computed again
+        self.cached_tokens = 0  # of the prompt, found in the cache when the request first started
+        self.children: list[Request] = []  # for n > 1: hidden, until they fork off when this one's prompt is computed
         self.drafts = 0
         self.preemptions = 0
         self.failures = 0
@@ -237,6 +243,22 @@ class Request:
     def remaining(self) -> int:
         """Known tokens not computed yet: 1 while decoding."""
         return self.num_tokens + self.drafts - self.computed
+
+    @property
+    def seats(self) -> int:
+        """How many of `--max-num-seqs` it takes: one for itself and one for each that will fork off."""
+        return 1 + len(self.children)
+
+    def append(self, token: int) -> bool:
+        """One more token of output. The core's; True if it was the last: then `finish_reason` is set."""
+        self.output.append(token)
+        self.num_tokens += 1
+        if token in self._ends and len(self.output) > self.params.min_tokens:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+        elif self.num_tokens >= self._limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
 
     def __repr__(self) -> str:
         return f"<Request {self.id} {self.status} {self.computed}/{self.num_tokens}>"

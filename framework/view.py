@@ -231,4 +231,5 @@ class LiveView:
         return known
 
     def missing(self, request: Request, tokens: int) -> int:
-        return self._kv.missing(request, min(request.computed + tokens, request.num_tokens + request.drafts))
+        start = request.computed + self.cached(request)
+        return self._kv.missing(request, min(start + tokens, request.num_tokens + request.drafts))

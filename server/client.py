@@ -238,7 +238,8 @@ class EngineClient:
     # Requests
 
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
-        """Send the requests of one response; their ids are made unique here.
+        """Send the requests of one response; their ids are made unique here. Sequences are numbered in their order,
+        `Add.n` for each.
 
         Raises `EngineDead`, and `InvalidRequest` for values that cannot be sent.
         """
@@ -252,9 +253,10 @@ class EngineClient:
             raise InvalidRequest("extra", f"extra: cannot be passed on: {error}") from error
         if not self._sequences:
             self._heard = time.monotonic()
-        stream = Stream(self, record, [add.id for add in adds])
-        for index, add in enumerate(adds):
-            self._sequences[add.id] = _Sequence(stream, index)
+        ids = [id for add in adds for id in add.ids]
+        stream = Stream(self, record, ids)
+        for index, id in enumerate(ids):
+            self._sequences[id] = _Sequence(stream, index)
         for message in encoded:
             self._socket.send(message)
         return stream

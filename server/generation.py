@@ -46,10 +46,11 @@ class Serving(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """One sequence to generate: what comes before it, and how to choose its tokens."""
+    """`n` sequences to generate: what comes before them, and how to choose their tokens."""
 
     ids: list[int]
     params: SamplingParams
+    n: int = 1
 
 
 class Choice:
@@ -58,6 +59,7 @@ class Choice:
     def __init__(self, index: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self.index = index
         self.prompt = prompt.ids
+        self.cached_tokens = 0
         self.assembler = Assembler(tokenizer, prompt.params, prompt.ids)
         self.text: list[str] = []
         self.logprobs: list[Logprobs] = []
@@ -128,20 +130,15 @@ class Generation:
         """Generate: what is new, in lists of what came together. Ends when all sequences have; leaving it early
         aborts them."""
         record, tokenizer = self.record, self.serving.tokenizer
-        record.choices = len(prompts)
-        self.choices = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(prompts)]
-        adds = [
-            Add(
-                record.id,
-                p.ids,
-                p.params,
-                record.start,
-                **routing._asdict(),
-                extra=extra or {},
-                trace=record.traceparent,
-            )
-            for p in prompts
-        ]
+        every = [prompt for prompt in prompts for _ in range(prompt.n)]
+        record.choices = len(every)
+        self.choices = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(every)]
+        common: dict[str, Any] = {
+            **routing._asdict(),
+            "extra": extra or {},
+            "trace": record.traceparent,
+        }
+        adds = [Add(record.id, p.ids, p.params, record.start, n=p.n, **common) for p in prompts]
         async with self.serving.client.generate(adds, record) as stream:
             async for outputs in stream:
                 begin = time.monotonic_ns()
@@ -150,6 +147,7 @@ class Generation:
                     choice = self.choices[index]
                     if choice.finish_reason is not None:
                         continue  # a stop string ended it within this list
+                    choice.cached_tokens += output.cached_tokens
                     delta = choice.assembler.push(output)
                     choice.text.append(delta.text)
                     choice.logprobs += delta.logprobs
@@ -165,6 +163,11 @@ class Generation:
     def prompt_tokens(self) -> int:
         """Of all prompts; those of further choices of one prompt count once."""
         return sum(len(p) for p in {id(choice.prompt): choice.prompt for choice in self.choices}.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of `prompt_tokens` that were found in the prefix cache."""
+        return sum(choice.cached_tokens for choice in self.choices)
 
     @property
     def output_tokens(self) -> int:

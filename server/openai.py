@@ -14,7 +14,7 @@ from framework.detokenizer import Delta
 
 from .body import JsonRoute
 from .generation import Choice, Generation, Prompt, Serving
-from .schemas import ChatRequest, CompletionRequest, GenerationRequest, attributes, derived_seed
+from .schemas import ChatRequest, CompletionRequest, GenerationRequest, attributes
 from .sse import Reply
 
 FLOOR = -9999.0
@@ -52,20 +52,24 @@ class _Reply:
         self.generation.record.attributes = attributes(fields)
         tenant = request.tenant or request.user or self.generation.caller
         routing = inputs.routing(request.priority, tenant, request.cache_salt)
-        n = request.n or 1
-        params = [inputs.params({**fields, "seed": derived_seed(request.seed, k)}) for k in range(n)]
+        params = inputs.params(fields)
         every = await self.prompts()
         try:
-            prompts = [Prompt(ids, inputs.complete(p, ids)) for ids in every for p in params]
+            prompts = [Prompt(ids, inputs.complete(params, ids), request.n or 1) for ids in every]
         except InvalidRequest as error:
             raise request.spelled(error) from None
         news = self.generation.run(prompts, routing, request.extra)
         async for pieces in news:
             yield pieces
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         prompt, output = self.generation.prompt_tokens, self.generation.output_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": self.generation.cached_tokens},
+        }
 
     def _envelope(self, object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

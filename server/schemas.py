@@ -232,14 +232,6 @@ class ChatRequest(GenerationRequest):
         return fields
 
 
-def derived_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of the n-th choice of one prompt: the first has the request's own."""
-    if seed is None or choice == 0:
-        return seed
-    mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
-    return mixed - 2**63
-
-
 def attributes(params: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
     """Sampling fields under their OpenTelemetry names, where they have one."""
     named = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")

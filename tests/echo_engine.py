@@ -99,8 +99,9 @@ def main(address: str, model: str) -> None:
                         TokenOutput(add.id, 0, [], finish_reason="error", error=error, status=status, retry_after=1.5)
                     )
                 case Add() as add:
-                    assert add.id not in requests
-                    requests[add.id] = (add, 0)
+                    for each in add.ids:
+                        assert each not in requests
+                        requests[each] = (add, 0)
                 case Abort(ids=ids, reason=reason):
                     for id in ids:
                         if id in requests:

@@ -99,8 +99,10 @@ class KVConformance:
         """`reserve` succeeds if and only if `missing` says 0, and a failed one changes nothing; `missing`, `lookup` and
         `peak` never do."""
         for user in self._users():
-            request, upto, keep = user.choice(), 0, user.rng.choice((0, 0, 2))
-            upto = request.computed + user.rng.randint(1, max(1, request.remaining))
+            request, keep = user.choice(), user.rng.choice((0, 0, 2))
+            upto = request.num_tokens  # an admission asks for all that is known
+            if request in user.tables:
+                upto = request.computed + user.rng.randint(1, max(1, request.remaining))
             before = user.state()
             short = user.kv.missing(request, upto, keep)
             user.kv.lookup(request)
@@ -276,13 +278,18 @@ class _User:
         """A new request, or one that goes on."""
         if self.tables and self.rng.random() < 0.6:
             request = self.rng.choice(list(self.tables))
-            if request.computed == request.num_tokens and request.num_tokens < request.limit - 1:
+            if request.computed == request.num_tokens < request.limit - 1:
                 request.output.append(7)
                 request.num_tokens += 1
-            return request
+            if request.computed < request.num_tokens:
+                return request
+            self.release(request)  # it has all its tokens
         self._count += 1
         prompt = self.rng.randint(1, 4 * self._block_size)
-        return _request(f"r{self._count}", prompt, self.rng.randint(1, 2 * self._block_size), self.rng.choice((0, 5)))
+        output, start = self.rng.randint(1, 2 * self._block_size), self.rng.choice((0, 5))
+        request = _request(f"r{self._count}", prompt, output, start)
+        self.kv.prepare(request)
+        return request
 
     def some(self) -> list[Request]:
         return [request for request in self.tables if self.rng.random() < 0.4]
@@ -299,7 +306,7 @@ class _User:
             assert len(set(table)) == len(table), f"{request}: a block is twice in its table {table}"
             covered = len(table) * self._block_size
             assert covered >= upto, f"{request}: {len(table)} blocks do not cover {upto} tokens"
-            assert found.start < max(upto, 1) or request.computed >= upto, f"{request}: nothing is left to compute"
+            assert found.start < request.num_tokens, f"{request}: {found.start} are computed, so that nothing is left"
             self.written[request] = found.start
             self.computed(request, max(upto, request.computed))
         return found

@@ -12,7 +12,7 @@ from ..executor import Done
 from ..kv import CacheSpec, Capacity, KVCache
 from ..messages import Add, TokenOutput
 from ..plan import Plan, RequestData
-from ..planner import Limits
+from ..preemption import Limits
 from ..registry import Plugins, load_plugins
 from ..settings import Settings
 from ..types import Request, SamplingParams
