@@ -8,8 +8,8 @@
   and tokens: whatever the schedule, a request's output must be the same.
 - `ScriptedExecutor` does the same and lets the prompt dictate the output (it repeats the prompt for ever), for tests of
   a server that need to know what comes.
-- `SchedulerConformance` and `KVConformance` are test classes to inherit from: `provider = "mine"`, and pytest checks what
-  any scheduler or KV cache must do.
+- `SchedulerConformance` and `KVConformance` are test classes to inherit from: with `provider = "mine"`, pytest checks
+  what any scheduler or KV cache must do.
 - `Simulation` is the engine that they run in: a scheduler and a cache over the checking executor, every step checked.
 - `VirtualClock` is time that moves only when told, for simulations.
 
