@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import tiny_checkpoint
 
 from framework import LLM, InvalidRequest, Rejected, SamplingParams
 from framework.messages import EngineStats
@@ -95,6 +96,24 @@ def test_n_is_as_many_requests_that_share_their_prompt(tiny_llama: Path, kind: s
             assert [o.token_ids for o in several[:4]] == tokens, flags
             assert [o.text for o in several[:4]] == [o.text for o in outputs]
             assert_idle(llm.engine.stats())
+
+
+def test_with_a_window_a_request_outlasts_the_pool(tmp_path: Path) -> None:
+    """200 tokens and more through 10 blocks of 4: what fell out of the window is given up, swapped or not."""
+    path = tiny_checkpoint(tmp_path / "mistral", "MistralForCausalLM", sliding_window=12)
+    prompts = [[(7 * i * i + k) % 200 + 3 for i in range(length)] for k, length in enumerate((4, 5, 4, 3, 6, 200))]
+    with engine(path, kv_blocks=512, block_size=4, prefix_cache=False) as llm:
+        expected = [o.token_ids for o in llm.generate(prompts, GREEDY)]
+        assert len({tuple(tokens) for tokens in expected}) == 6
+    tight = {"kv_blocks": 10, "block_size": 4, "max_num_batched_tokens": 9, "swap_space": "1.0"}
+    for flags in (tight, {**tight, "preemption": "recompute"}, {**tight, "prefix_cache": False, "preemption": "swap"}):
+        with engine(path, **flags) as llm:
+            for _ in range(2):
+                assert [o.token_ids for o in llm.generate(prompts, GREEDY)] == expected, flags
+            stats = llm.engine.stats()
+            assert stats.preemptions_swap + stats.preemptions_recompute > 0
+            assert_idle(stats)
+            llm.engine.kv.check_integrity()
 
 
 def test_n_has_to_be_a_number_of_outputs(llm: LLM) -> None:

@@ -20,12 +20,16 @@ from framework import (
     ConfigError,
     Mode,
     Plan,
+    Provider,
     Request,
     RequestData,
     SamplingParams,
     Slice,
+    hookimpl,
 )
 from framework.plan import Preempted
+from framework.registry import load_plugins
+from framework.settings import Settings
 from framework.testing import CheckingExecutor
 
 CHUNK = 12
@@ -374,6 +378,30 @@ def test_lfu_forgets_what_came_back() -> None:
     for block in (2, 0, 3):
         lfu.add(block, 1)
     assert [lfu.pop() for _ in range(3)] == [2, 0, 3]
+
+
+def test_the_eviction_policy_is_chosen_by_name() -> None:
+    """Bundled ones, and whatever a plugin provides."""
+
+    class Mine(Lru):
+        pass
+
+    class Plugin:
+        @hookimpl
+        def providers(self):
+            return [Provider("eviction", "mine", Mine)]
+
+    plugins = load_plugins(None, [("mine", Plugin())])
+    spec, capacity = CacheSpec(4, "float32", (CacheGroup(1, 1, 1),)), Capacity({"device": 4, "host": 0})
+
+    def made(**options):
+        context = {"settings": Settings(prefix_cache=True), "plugins": plugins}
+        return plugins.create("kv", "paged", options, cache_spec=spec, capacity=capacity, **context)
+
+    assert [type(made(eviction=name)._pool._eviction) for name in ("lru", "lfu", "mine")] == [Lru, Lfu, Mine]
+    assert type(made()._pool._eviction) is Lru
+    with pytest.raises(ConfigError, match="available: lfu, lru, mine"):
+        made(eviction="other")
 
 
 # Forks
