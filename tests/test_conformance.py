@@ -9,7 +9,7 @@ import broken
 import pytest
 
 from framework import CacheSpec, Capacity, KVCache, PluginError
-from framework.testing import KVConformance, SchedulerConformance
+from framework.testing import Client, KVConformance, SchedulerConformance, Simulation
 
 
 class TestFcfs(SchedulerConformance):
@@ -46,6 +46,21 @@ class TestContiguous(KVConformance):
     provider = "contiguous"
 
 
+# What both run in
+
+
+def test_a_simulation_tells_what_happened() -> None:
+    simulation = Simulation(kv="paged", seats=2, blocks=16)
+    simulation.add(Client("a", (1, 2, 3), 5))
+    plan = simulation.step()
+    assert plan is not None and [part.request_id for part in plan.slices] == ["a"]
+    simulation.play([Client("b", (1, 2), 4, n=2), Client("c", (9,), 9, arrives=3, leaves=5)])
+    assert simulation.reasons == {"a": "length", "b": "length", "b/1": "length", "c": "abort"}
+    assert simulation.faults == {} and simulation.forced == 0
+    refusal = simulation.add(Client("large", (1,) * 60, 60))
+    assert refusal is not None and "whole pool has 16" in str(refusal.error)
+
+
 # The kit can fail
 
 
@@ -80,7 +95,7 @@ SCHEDULERS = {
 CACHES = {
     broken.LeaksABlock: ["test_everything_comes_back", "test_contents"],
     broken.GivesABlockTwice: ["test_nobody_owns_what_another_writes", "test_contents"],
-    broken.WritesWhatIsShared: ["test_fork"],
+    broken.WritesWhatIsShared: ["test_fork", "test_contents"],
     broken.ForgetsWhoElseGoes: ["test_missing_as_if_others_were_gone"],
     broken.TakesAndFails: ["test_missing_and_reserve_agree"],
     broken.Promises: ["test_missing_and_reserve_agree"],

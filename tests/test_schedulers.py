@@ -355,6 +355,18 @@ def test_who_comes_back_after_a_preemption_is_not_lost() -> None:
     assert h.outputs == {id: h.alone(id) for id in "ab"}
 
 
+def test_nor_is_an_output_that_waited_for_one_that_was_aborted() -> None:
+    """Several outputs share a prompt; the first is aborted before it is computed, and the next takes its place."""
+    h = Harness(fair(), seats=8, blocks=32, tokens=4)
+    h.add("several", 12, 5, tenant="a", n=3)
+    h.add("other", 4, 30, tenant="b")
+    h.step()
+    h.abort("several")
+    h.run(120)
+    assert h.planner.forced == 0
+    assert h.outputs["several/1"] == h.alone("several/1") and h.outputs["several/2"] == h.alone("several/2")
+
+
 @pytest.mark.parametrize("options", [{"weights": {"a": 0}}, {"weights": {"a": -1}}, {"input_cost": 0}, {"weight": {}}])
 def test_shares_and_costs_are_positive(options: Any) -> None:
     with pytest.raises(ValidationError):

@@ -36,6 +36,8 @@ class Client(NamedTuple):
     tenant: str = ""
     ends: int = 0
     """How many of the 256 tokens are EOS."""
+    n: int = 1
+    """Outputs for the one prompt: each is a request, with an id of its own from the second on (see `Add.ids`)."""
 
     @property
     def params(self) -> SamplingParams:
@@ -54,9 +56,8 @@ def random_clients(rng: Random, count: int, most: int, *, aborts: bool = False) 
         leaves = arrives + rng.randint(0, 30) if aborts and rng.random() < 0.4 else None
         tokens = rng.choice((1, rng.randint(1, most - len(prompt)), rng.randint(1, most - len(prompt))))
         ends = rng.choice((0, 0, 20))
-        found.append(
-            Client(f"r{i}", prompt, tokens, arrives, leaves, rng.randint(-2, 2), rng.choice(("", "a", "b")), ends)
-        )
+        tenant, n = rng.choice(("", "a", "b")), rng.choice((1, 1, 1, 2, 3))
+        found.append(Client(f"r{i}", prompt, tokens, arrives, leaves, rng.randint(-2, 2), tenant, ends, n))
     return found
 
 
@@ -138,13 +139,14 @@ class Simulation:
 
     def add(self, client: Client) -> TokenOutput | None:
         """Returns the refusal, or None if the request was taken in."""
-        message = Add(client.id, list(client.prompt), client.params, self.clock.ns() + 1)
-        message.priority, message.tenant = client.priority, client.tenant
+        prompt, now = list(client.prompt), self.clock.ns() + 1
+        message = Add(client.id, prompt, client.params, now, client.priority, client.tenant, n=client.n)
         refusals = self.engine.add(message)
         if refusals:
             return refusals[0]
-        self.requests[client.id] = self.engine.requests[client.id]
-        self.outputs[client.id] = []
+        for id in message.ids:
+            self.requests[id] = self.engine.requests[id]
+            self.outputs[id] = []
         return None
 
     def abort(self, *ids: str) -> None:
@@ -168,7 +170,7 @@ class Simulation:
         for client in clients:
             by_step.setdefault(client.arrives, []).append(client)
             if client.leaves is not None:
-                leaving.setdefault(client.leaves, []).append(client.id)
+                leaving.setdefault(client.leaves, []).append(client.id)  # the first of several: the others go on
         last = max([*by_step, *leaving], default=0)
         step = 0
         while step <= last or self.engine.has_work:
