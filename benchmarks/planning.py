@@ -23,7 +23,7 @@ from framework import CacheGroup, CacheSpec, Capacity, Executor, Plan, SamplingP
 from framework.engine import Engine
 from framework.executor import Done
 from framework.messages import Add
-from framework.planner import Limits
+from framework.preemption import Limits
 from framework.registry import load_plugins
 
 TARGET_MICROSECONDS = 500

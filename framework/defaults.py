@@ -55,7 +55,13 @@ class Defaults:
     @hookimpl(trylast=True)
     def kv_cache(self, settings: Settings, cache_spec: CacheSpec, capacity: Capacity) -> KVCache:
         created: KVCache = self._plugins.create(
-            "kv", settings.kv, settings.kv_opt, settings=settings, cache_spec=cache_spec, capacity=capacity
+            "kv",
+            settings.kv,
+            settings.kv_opt,
+            settings=settings,
+            plugins=self._plugins,
+            cache_spec=cache_spec,
+            capacity=capacity,
         )
         return created
 

@@ -12,10 +12,11 @@ from .kv import KVCache
 from .log import get_logger
 from .messages import Add, EngineStats, RequestTimes, TokenOutput
 from .plan import Plan, StepResult, Timings
-from .planner import Limits, Planner
-from .policy import report_fault
+from .planner import Planner
+from .policy import checked_refusal, report_fault
+from .preemption import Limits
 from .registry import Plugins
-from .types import Mode, Reject, Request
+from .types import Mode, Reject, Request, Status
 
 log = get_logger(__name__)
 _MASK64 = 2**64 - 1
@@ -51,49 +52,62 @@ class Engine:
     def add(self, message: Add) -> list[TokenOutput]:
         """Take a request in. The answer is empty, or says why it was refused: nothing else will come of it then."""
         prompt, params = message.prompt, message.params
-        if message.id in self.requests:
-            return [_refusal(message.id, f"request id {message.id!r} is in use by an unfinished request", 409)]
+        taken = next((id for id in message.ids if id in self.requests), None)
+        if taken is not None:
+            return [_refusal(message.id, f"request id {taken!r} is in use by an unfinished request", 409)]
         limit = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         if not prompt or limit > self.max_model_len or limit <= len(prompt):
             reason = f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} do not fit 1 to "
             return [_refusal(message.id, f"{reason}{self.max_model_len} tokens", 400)]
+        requests = [self._request(message, id, k, limit) for k, id in enumerate(message.ids)]
+        # The last token is never read again, so its key and value need no place. Without max_tokens a request that
+        # outgrows the pool ends with "length".
+        needed = self.kv.peak(requests[0], len(prompt) if params.max_tokens is None else limit - 1)
+        if needed > self._blocks:
+            reason = f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} need {needed} KV blocks"
+            return [_refusal(message.id, f"{reason}, the whole pool has {self._blocks}", 400)]
+        for at, request in enumerate(requests):
+            refused = self._accept(request)
+            if refused is not None:  # all or none
+                for shown in requests[: at + 1]:
+                    shown.finish_reason = "rejected"
+                    self._done(shown)
+                return [_refusal(message.id, refused.reason, refused.status, refused.retry_after)]
+        for request in requests:
+            self._notify("arrived", request=request, view=self.planner.view)  # may set its level, which orders queues
+            self._check_level(request)
+        self.requests.update((request.id, request) for request in requests)
+        for child in requests[1:]:
+            self.planner.hide(child)
+        requests[0].children = requests[1:]
+        self.planner.add(requests[0])
+        return []
+
+    def _request(self, message: Add, id: str, k: int, limit: int) -> Request:
+        """The k-th request of a message."""
         self._accepted += 1
-        request = Request(
-            message.id,
-            prompt,
-            params,
+        seed = message.params.seed
+        return Request(
+            id,
+            message.prompt,
+            message.params,
             arrival=(message.arrival or self.clock.ns()) / 1e9,
             order=self._accepted,
             priority=message.priority,
             tenant=message.tenant,
             adapter=message.adapter,
             cache_salt=message.cache_salt,
+            parent=message.id if k else None,
             extra=message.extra,
             trace=message.trace,
-            seed=_mix(self._seed, self._accepted) if params.seed is None else params.seed & _MASK64,
+            seed=_mix(self._seed, self._accepted) if seed is None else _mix(seed, k) if k else seed & _MASK64,
             limit=limit,
         )
-        # The last token is never read again, so its key and value need no place. Without max_tokens a request that
-        # outgrows the pool ends with "length".
-        needed = self.kv.peak(request, len(prompt) if params.max_tokens is None else limit - 1)
-        if needed > self._blocks:
-            reason = f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} need {needed} KV blocks"
-            return [_refusal(message.id, f"{reason}, the whole pool has {self._blocks}", 400)]
-        refused = self._accept(request)
-        if refused is not None:
-            request.finish_reason = "rejected"
-            self._done(request)
-            return [_refusal(request.id, refused.reason, refused.status, refused.retry_after)]
-        self._notify("arrived", request=request, view=self.planner.view)  # may set its level, which orders queues
-        self._check_level(request)
-        self.requests[request.id] = request
-        self.planner.add(request)
-        return []
 
     def _accept(self, request: Request) -> Reject | None:
         try:
             refused: Reject | None = self.plugins.hook.accept(request=request, view=self.planner.view)
-            return _checked(refused)
+            return checked_refusal(refused)
         except (Exception, SystemExit) as exc:  # noqa: BLE001 - a plugin may raise anything; it fails this request, counted and named
             plugin = self.plugins.blame("accept", exc)
             self._fault(plugin, "accept", exc)
@@ -155,7 +169,7 @@ class Engine:
             if index == 0:
                 request.first_token_at = now / 1e9
             self._generated += len(tokens)
-            output = TokenOutput(request.id, index, list(tokens))
+            output = TokenOutput(request.id, index, list(tokens), cached_tokens=0 if index else request.cached_tokens)
             if logprobs:
                 found = logprobs.get(request.id)
                 output.logprobs = list(found[: len(tokens)]) if found else None
@@ -181,6 +195,7 @@ class Engine:
     def _finish(
         self, request: Request, reason: str, output: TokenOutput | None = None, error: str | None = None
     ) -> TokenOutput:
+        self._part(request)
         self.planner.remove(request)
         del self.requests[request.id]
         request.finish_reason = reason
@@ -196,8 +211,20 @@ class Engine:
             first_token=_ns(request.first_token_at),
             finished=_ns(request.finished_at),
             preemptions=request.preemptions,
+            cached_tokens=request.cached_tokens,
         )
         return output
+
+    def _part(self, request: Request) -> None:
+        """One of several that share a prompt ends before they forked: the others go on without it."""
+        if request.status is Status.HIDDEN and request.parent is not None:
+            self.requests[request.parent].children.remove(request)
+        elif request.children:
+            heir, *rest = request.children
+            request.children, heir.children = [], rest
+            for child in rest:
+                child.parent = heir.id
+            self.planner.unhide(heir)
 
     def _done(self, request: Request) -> None:
         request.finished_at = self.clock.ns() / 1e9
@@ -226,9 +253,13 @@ class Engine:
             kv_cached=usage.cached,
             kv_swapped=usage.swapped,
             kv_tokens=usage.tokens,
-            preemptions_swap=planner.preemptions[Mode.SWAP],
-            preemptions_recompute=planner.preemptions[Mode.RECOMPUTE],
+            preemptions_swap=planner.preemption.counts[Mode.SWAP],
+            preemptions_recompute=planner.preemption.counts[Mode.RECOMPUTE],
+            swaps_exhausted=planner.preemption.exhausted,
             prompt_tokens=planner.prompt_tokens,
+            recomputed_tokens=planner.recomputed_tokens,
+            prefix_hits=planner.hits,
+            prefix_hit_tokens=planner.hit_tokens,
             generation_tokens=self._generated,
             failed_steps=self._failed_steps,
             plugin_faults=dict(planner.policy.faults),
@@ -240,20 +271,6 @@ class Engine:
         self.abort(list(self.requests))
         self._notify("stopping", engine=self)
         self.executor.stop()
-
-
-def _checked(refused: Reject | None) -> Reject | None:
-    """What `accept` answered, if it can be told to a client."""
-    if refused is None:
-        return None
-    if not isinstance(refused, Reject):
-        raise TypeError(f"accept must answer Reject or None, got {refused!r}")
-    reason, retry_after, status = refused
-    if not isinstance(reason, str) or not isinstance(status, int) or not 400 <= status <= 599:
-        raise ValueError(f"accept must give a reason and a status of 400 to 599, got {refused!r}")
-    if retry_after is not None and not (isinstance(retry_after, int | float) and 0 <= retry_after < float("inf")):
-        raise ValueError(f"accept must give retry_after in seconds, or None, got {refused!r}")
-    return refused._replace(reason=reason.encode("utf-8", "replace").decode())
 
 
 def _refusal(id: str, reason: str, status: int, retry_after: float | None = None) -> TokenOutput:

@@ -63,6 +63,10 @@ class Executor(ABC):
     """Of weights and activations: a torch dtype's name."""
     backend_name: str = ""
     threads: int = 1
+    copy_rate: float = 0.0
+    """Bytes per second that move between device and host; 0: not measured. What swapping costs."""
+    compute_rate: float = 0.0
+    """Prompt tokens per second; 0: not measured. What computing again costs."""
     notes: Sequence[str] = ()
     """Sentences worth a line in the start-up banner."""
 

@@ -7,19 +7,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from .errors import ConfigError, InvalidRequest
 from .messages import EngineInfo
-from .types import SamplingParams
+from .types import INT64, SamplingParams
 
 if TYPE_CHECKING:
     from .model import Checkpoint
     from .tokenizer import Tokenizer
 
 _SUGGESTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+MAX_NAME = 256
+"""Characters of a tenant's name and of a cache salt."""
+
+
+class Routing(NamedTuple):
+    """What policies and the prefix cache go by, beside the tokens."""
+
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: bytes = b""
 
 
 class InputProcessor:
@@ -137,3 +149,29 @@ class InputProcessor:
         most = room if params.max_tokens is None else params.max_tokens
         msgspec.structs.replace(params, max_tokens=most).check(vocab)
         return params
+
+    def routing(self, priority: int | None = None, tenant: str | None = None, cache_salt: str | None = None) -> Routing:
+        """Checked and ready for the engine. Raises `InvalidRequest` naming the field at fault: a priority other than 0
+        too, where nothing goes by it, because whoever sets one relies on it."""
+        if priority and "priority" not in self.info.uses:
+            raise InvalidRequest(
+                "priority",
+                f"priority: the scheduler here, {self.info.providers.get('scheduler')!r}, ignores it; leave it out, or "
+                "serve with --scheduler priority",
+            )
+        if not -INT64 <= (priority or 0) < INT64:
+            raise InvalidRequest("priority", f"priority must be a signed 64-bit integer, got {priority}")
+        salt = _name("cache_salt", cache_salt)
+        _name("tenant", tenant)
+        return Routing(priority or 0, tenant or "", salt)
+
+
+def _name(field: str, value: str | None) -> bytes:
+    if value is None:
+        return b""
+    if len(value) > MAX_NAME:
+        raise InvalidRequest(field, f"{field} must have at most {MAX_NAME} characters, got {len(value)}")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(field, f"{field} must be valid Unicode, without lone surrogates") from None

@@ -10,6 +10,7 @@ keeps the layout that it inherits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .kv import CacheGroup
@@ -51,7 +52,8 @@ class Batch(NamedTuple):
 
     starts: int32 [R], tokens already in the cache before this step. lens: int32 [R], new tokens, > 0, decodes (1 token)
     not necessarily first. tables: one int32 [R, max blocks] per cache group; entries beyond
-    ceil((start + len) / block_size) are undefined. samples: bool [R]. block_size: tokens per block.
+    ceil((start + len) / block_size) are undefined, and those that lie wholly before the window name any block of the
+    pool. samples: bool [R]. block_size: tokens per block.
     """
 
     starts: np.ndarray[Any, Any]
@@ -133,9 +135,15 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def allocate(
-        self, group: CacheGroup, dtype: torch.dtype, block_size: int, blocks: int, device: torch.device
+        self,
+        group: CacheGroup,
+        dtype: torch.dtype,
+        block_size: int,
+        blocks: int,
+        device: torch.device,
+        pinned: bool = False,
     ) -> list[Any]:
-        """The pool: one opaque cache per layer of the group."""
+        """The pool: one opaque cache per layer of the group. `pinned`: page-locked host memory, on a CPU device."""
 
     @abstractmethod
     def prepare(self, batch: Batch, device: torch.device, out: Meta | None = None) -> Meta:
@@ -207,6 +215,23 @@ class KernelBackend(ABC):
     @abstractmethod
     def copy_blocks(self, caches: list[Any], src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy blocks src[i] to dst[i] (int64) in every layer, as if one after the other."""
+
+    def move_blocks(self, sources: list[Any], targets: list[Any], pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block s of `sources` to block d of `targets` for each (s, d), no d twice, in every layer: between the
+        device's pool and the host's, in either direction. In order with whatever else the device is asked to do.
+
+        This works for caches that are sequences of tensors whose first dimension is blocks; others override it.
+        """
+        runs: list[tuple[int, int, int]] = []
+        for s, d in pairs:
+            if runs and (s, d) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+            else:
+                runs.append((s, d, 1))
+        for source, target in zip(sources, targets, strict=True):
+            for theirs, ours in zip(source, target, strict=True):
+                for s, d, count in runs:
+                    ours[d : d + count].copy_(theirs[s : s + count], non_blocking=True)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over tensor-parallel ranks; one rank: the identity."""

@@ -42,7 +42,7 @@ class Capacity(msgspec.Struct, frozen=True):
 class Usage(NamedTuple):
     """Device blocks by what they are doing, and blocks swapped to the host. The first four add up to the pool.
 
-    `tokens` is the number of token positions that hold keys and values.
+    `tokens` is the number of token positions of running requests that hold keys and values, shared ones counted once.
     """
 
     holding: int
@@ -73,8 +73,12 @@ class Reservation(NamedTuple):
 class KVCache(ABC):
     """Owns the blocks. Only the core calls it, from one thread; nothing here touches a tensor.
 
-    A request's table covers tokens [0, length). Methods added later get a default here.
+    A request's table covers tokens [0, length), those outside its window excepted. Methods added later get a default
+    here.
     """
+
+    def prepare(self, request: Request) -> None:  # noqa: B027 - optional: a cache that needs no preparation has none
+        """Called once when a request arrives, before it is planned: the place for work that its length costs."""
 
     @property
     @abstractmethod
@@ -101,7 +105,8 @@ class KVCache(ABC):
         """Give `request` blocks for its first `upto` tokens and leave `keep` blocks available.
 
         Atomic: None means that nothing changed. Takes references; prefix hits, swap-in and copy-on-write happen
-        inside and may log copies. Must succeed whenever `missing` says 0.
+        inside and may log copies. Must succeed whenever `missing` says 0. A request with a sliding window may get
+        less than it asked for when it starts, but at least one token beyond what is computed.
         """
 
     @abstractmethod
@@ -110,7 +115,11 @@ class KVCache(ABC):
         `request.computed` may be shared from now on, and are never written again."""
 
     def fork(self, parent: Request, child: Request) -> bool:
-        """Let `child` share the parent's blocks. False: not supported; the child computes its own."""
+        """Let `child`, which has no blocks, share those of the parent's first `child.computed` tokens.
+
+        False: nothing changed; the child computes its own. The first of `reserve`'s deltas for the child covers its
+        whole table.
+        """
         return False
 
     def swap_out(self, request: Request) -> bool:

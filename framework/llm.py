@@ -21,7 +21,7 @@ from . import machine
 from .checkpoint import open_checkpoint
 from .detokenizer import Assembler
 from .errors import ConfigError, FrameworkError, InvalidRequest, Rejected
-from .inputs import InputProcessor
+from .inputs import InputProcessor, Routing
 from .messages import Add, RequestTimes, TokenOutput
 from .plan import Logprobs
 from .registry import load_plugins
@@ -84,63 +84,108 @@ class LLM:
         self._mail: dict[str, list[TokenOutput]] = {}
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] = None,
+        *,
+        n: int = 1,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        cache_salt: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Complete each prompt (text or token ids), all in one batch; outputs in the order of the prompts.
+        """Complete each prompt (text or token ids) `n` times, all in one batch; outputs in the order of the prompts,
+        those of one prompt side by side.
 
         `params`: one for all, or one for each. Fields that are not set have the checkpoint's defaults if a mapping
-        is given, and those of `SamplingParams` if such an object is. Raises `InvalidRequest` for bad values.
+        is given, and those of `SamplingParams` if such an object is. `priority` (lower is sooner), `tenant` and
+        `cache_salt` (only equal salts share cached prefixes): one for all, or a list with one for each. Raises
+        `InvalidRequest` for bad values, a priority that the scheduler would ignore included.
         """
         batch = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
-        return self._run([self.inputs.encode(prompt) for prompt in batch], params)  # type: ignore[arg-type]
+        routing = self._routing(len(batch), priority, tenant, cache_salt)
+        return self._run([self.inputs.encode(prompt) for prompt in batch], params, routing, n)  # type: ignore[arg-type]
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params | Sequence[Params] = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params | Sequence[Params] = None,
+        *,
+        n: int = 1,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        cache_salt: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Answer each conversation through the checkpoint's chat template."""
+        """Answer each conversation `n` times through the checkpoint's chat template. Arguments as those of
+        `generate`."""
         batch = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self._run([self.inputs.render(conversation) for conversation in batch], params)  # type: ignore[arg-type]
+        routing = self._routing(len(batch), priority, tenant, cache_salt)
+        prompts = [self.inputs.render(conversation) for conversation in batch]  # type: ignore[arg-type]
+        return self._run(prompts, params, routing, n)
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: Params = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: Params = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> Iterator[str]:
         """Text of one completion (or of one answer, if `prompt` is a list of messages) as it comes.
 
         Leaving the loop early frees the request.
         """
         chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self.inputs.render(prompt) if chat else self.inputs.encode(prompt)  # type: ignore[arg-type]
-        for _, text in self._stream([ids], [params]):
+        routing = [self.inputs.routing(priority, tenant, cache_salt)]
+        for _, text in self._stream([ids], [params], routing):
             yield text
 
-    def _run(self, prompts: Sequence[list[int]], params: Params | Sequence[Params]) -> list[RequestOutput]:
+    def _routing(self, count: int, *values: Any) -> list[Routing]:
+        each = [list(v) if isinstance(v, (list, tuple)) else [v] * count for v in values]
+        return [self.inputs.routing(*one) for one in zip(*each, strict=True)]
+
+    def _run(
+        self, prompts: Sequence[list[int]], params: Params | Sequence[Params], routing: Sequence[Routing], n: int
+    ) -> list[RequestOutput]:
         each: list[Params] = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)  # type: ignore[list-item]
         if len(each) != len(prompts):
             raise InvalidRequest(
                 "params", f"params: {len(each)} given for {len(prompts)} prompts; give one, or one each"
             )
-        outputs = [RequestOutput(prompt) for prompt in prompts]
-        for _ in self._stream(prompts, each, outputs):
+        if not isinstance(n, int) or n < 1:
+            raise InvalidRequest("n", f"n must be at least 1, got {n!r}")
+        outputs = [RequestOutput(prompt) for prompt in prompts for _ in range(n)]
+        for _ in self._stream(prompts, each, routing, outputs, n):
             pass
         return outputs
 
     def _stream(
-        self, prompts: Sequence[list[int]], params: Sequence[Params], outputs: list[RequestOutput] | None = None
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[Params],
+        routing: Sequence[Routing],
+        outputs: list[RequestOutput] | None = None,
+        n: int = 1,
     ) -> Iterator[tuple[int, str]]:
-        """(index of the prompt, new text) as it comes; `outputs` are filled in."""
+        """(index of the output, new text) as it comes; `outputs` are filled in."""
         outputs = outputs or [RequestOutput(prompt) for prompt in prompts]
         index: dict[str, int] = {}
         assemblers: list[Assembler] = []
         adds: list[Add] = []
-        for i, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
+        for prompt, given, routed in zip(prompts, params, routing, strict=True):
             if isinstance(given, SamplingParams):
                 chosen = self.inputs.typed(asdict(given))
             else:
                 chosen = self.inputs.params(given or {})
             complete = self.inputs.complete(chosen, prompt)
-            assemblers.append(Assembler(self.tokenizer, complete, prompt))
-            adds.append(Add(f"llm-{next(self._ids)}", prompt, complete, 0))
-            index[adds[-1].id] = i
+            adds.append(Add(f"llm-{next(self._ids)}", prompt, complete, 0, **routed._asdict(), n=n))
+            for id in adds[-1].ids:
+                index[id] = len(assemblers)
+                assemblers.append(Assembler(self.tokenizer, complete, prompt))
         try:
             for add in adds:
+                self._mail.update((id, []) for id in add.ids)
                 self._mail[add.id] = self.engine.add(add)
             while index:
                 for output in self._receive(index):

@@ -16,7 +16,12 @@ from .types import SamplingParams
 
 
 class Add(msgspec.Struct, tag="add", array_like=True):
-    """A new request. `arrival` is when the server received it; `trace` is the traceparent of its span."""
+    """A new request, or `n` that share one prompt. `arrival` is when the server received it; `trace` is the traceparent
+    of its span.
+
+    The k-th of several, from 1 on, has an id and a seed of its own: see `ids`. Each is generated, told and aborted as
+    a request by itself; a refusal comes once, under `id`.
+    """
 
     id: str
     prompt: list[int]
@@ -28,6 +33,12 @@ class Add(msgspec.Struct, tag="add", array_like=True):
     cache_salt: bytes = b""
     extra: dict[str, Any] = {}
     trace: str | None = None
+    n: int = 1
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids under which outputs come."""
+        return [self.id, *(f"{self.id}/{k}" for k in range(1, self.n))]
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
@@ -46,6 +57,7 @@ class RequestTimes(msgspec.Struct, array_like=True):
     finished: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache."""
 
 
 class TokenOutput(msgspec.Struct, array_like=True):
@@ -66,6 +78,8 @@ class TokenOutput(msgspec.Struct, array_like=True):
     status: int = 500
     retry_after: float | None = None
     times: RequestTimes | None = None
+    cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache; told with the first tokens."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -88,6 +102,13 @@ class EngineStats(msgspec.Struct, array_like=True):
     failed_steps: int = 0
     plugin_faults: dict[str, int] = {}
     """By plugin name."""
+    swaps_exhausted: int = 0
+    """Victims computed again because the host pool was full."""
+    recomputed_tokens: int = 0
+    """Tokens computed, though not for the first time."""
+    prefix_hits: int = 0
+    """Admissions that found a part of their tokens in the prefix cache."""
+    prefix_hit_tokens: int = 0
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
@@ -121,6 +142,15 @@ class EngineInfo(msgspec.Struct):
     load_seconds: float = 0.0
     notes: list[str] = []
     """Sentences worth a line in the banner."""
+    uses: list[str] = []
+    """Request fields that the selected plugins go by (`Provider.uses`)."""
+    host_blocks: int = 0
+    """Blocks of the host tier, for swapped requests."""
+    preemption: str = "auto"
+    copy_rate: float = 0.0
+    """Bytes per second between device and host; 0: not measured."""
+    compute_rate: float = 0.0
+    """Prompt tokens per second; 0: not measured."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -55,13 +55,19 @@ class ReferenceBackend(KernelBackend):
         return 2 * group.layers * prod(self._page(group, block_size)) * dtype.itemsize
 
     def allocate(
-        self, group: CacheGroup, dtype: torch.dtype, block_size: int, blocks: int, device: torch.device
+        self,
+        group: CacheGroup,
+        dtype: torch.dtype,
+        block_size: int,
+        blocks: int,
+        device: torch.device,
+        pinned: bool = False,
     ) -> list[Any]:
         shape = (blocks, *self._page(group, block_size))
 
         def pages() -> torch.Tensor:
-            if device.type != "cpu":
-                return torch.zeros(shape, dtype=dtype, device=device)
+            if pinned or device.type != "cpu":
+                return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
             # numpy asks for zeroed memory, which the system gives page by page as it is touched; torch.zeros writes
             # it all, seconds for a large pool.
             return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

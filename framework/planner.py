@@ -10,25 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import NamedTuple
 
 from .kv import KVCache, Reservation
 from .plan import Plan, Preempted, RequestData, Slice, StepResult
 from .policy import Policy, Ranking, default_order
+from .preemption import Limits, Preemption
 from .registry import Plugins
-from .types import Budget, Mode, Request, Shortage, Status, Victim
+from .types import Budget, Mode, Request, Status
 from .view import LiveView
 
 MAX_STALLED = 8  # steps without a slice, while work exists, after which the core ranks one step itself
-
-
-class Limits(NamedTuple):
-    """What the core enforces whatever policies say. `watermark`: blocks that admissions leave available."""
-
-    tokens: int
-    seats: int
-    watermark: int = 0
-    strict: bool = False
 
 
 class Planner:
@@ -41,29 +32,48 @@ class Planner:
         self.limits = limits
         self.view = LiveView(kv, seed)
         self.policy = Policy(plugins, limits.strict)
-        self.preemptions = {Mode.SWAP: 0, Mode.RECOMPUTE: 0}
+        self.preemption = Preemption(kv, self.view, self.policy, limits, ns)
         self.prompt_tokens = 0  # prompt tokens computed, recomputation included
+        self.recomputed_tokens = 0  # prompt or output tokens computed not for the first time
+        self.hits = 0  # admissions that found tokens in the prefix cache
+        self.hit_tokens = 0
         self.forced = 0  # steps that the core ranked because the policy made no progress
         self.stages: list[tuple[str, int, int]] = []  # of the current plan
         self._ns = ns
         self._step = 0
         self._stalled = 0
         self._granted: list[tuple[Request, Slice]] = []
-        self._fallen: dict[Request, Mode] = {}
+        self._fallen = self.preemption.fallen
         self._submitted: dict[int, tuple[list[tuple[Request, Slice]], dict[Request, Mode]]] = {}  # both, by step
+        self._wide: list[Request] = []  # took seats for children, too
+        self._unsent: set[Request] = set()  # forked off since the last plan: the executor does not know them
         self._suspects: list[Request] = []  # were in two failing steps: each runs alone until it has shown which it was
         self._dropped: list[str] = []  # finished since the last plan: the executor may forget them
-        self.starved: Request | None = None  # a lone request that the pool cannot hold: to be ended by the engine
+        self.starved: Request | None = None  # a request that the whole pool cannot hold: to be ended by the engine
 
     # Arrivals and departures, between steps
 
     def add(self, request: Request) -> None:
+        """A new request. Its `children` stay hidden until they fork off."""
+        self.kv.prepare(request)
         request.status = Status.WAITING
         self.view.queued.add(request)
 
+    def hide(self, request: Request) -> None:
+        request.status = Status.HIDDEN
+        self.view.hidden += 1
+
+    def unhide(self, request: Request) -> None:
+        self.view.hidden -= 1
+        self.add(request)
+
     def remove(self, request: Request) -> None:
         """Finished or aborted: its blocks are freed, and the executor is told with the next plan."""
-        (self.view.running if request.status is Status.RUNNING else self.view.queued).remove(request)
+        if request.status is Status.HIDDEN:
+            self.view.hidden -= 1
+        else:
+            (self.view.running if request.status is Status.RUNNING else self.view.queued).remove(request)
+            self._unsent.discard(request)
         if request.admitted_at is not None:
             self._dropped.append(request.id)
         self.kv.release(request)
@@ -76,7 +86,10 @@ class Planner:
         view = self.view
         self._step += 1
         view.begin(self._step, now)
-        self._granted, self._fallen, self.starved = [], {}, None
+        self._granted, self.starved = [], None
+        self._fallen.clear()
+        if self._wide:
+            self._wide = [r for r in self._wide if r.children and r.status is Status.RUNNING]
         if not view.running and not view.queued:
             self._stalled = 0
             return None
@@ -89,7 +102,8 @@ class Planner:
         elif suspects:
             ranking = [(suspects[0], None), *((r, 0) for r in view.running if r is not suspects[0])]
         else:
-            ranking = self.policy.rank(view, Budget(self.limits.tokens, max(0, self.limits.seats - len(view.running))))
+            free = self.limits.seats - self._seats(())
+            ranking = self.policy.rank(view, Budget(self.limits.tokens, max(0, free)))
         ranked = self._ns()
         new = self._walk(ranking)
         self.stages[:0] = [("admission", start, ranked), ("kv_allocation", ranked, self._ns())]
@@ -97,13 +111,14 @@ class Planner:
         self._stalled = 0 if self._granted else self._stalled + 1
         if suspects and not self._granted:  # it found no room: let the scheduler go on
             self._suspects = suspects[1:]
-        preempted = tuple(Preempted(r.id, mode) for r, mode in self._fallen.items())
+        preempted = tuple(Preempted(r.id, mode) for r, mode in self._fallen.items() if r not in self._unsent)
         for request in self._fallen:
             view.queued.add(request)
+            self._unsent.discard(request)
         copies = self.kv.drain()
         if not (self._granted or copies or preempted):
             return None
-        self._submitted[self._step] = self._granted, self._fallen
+        self._submitted[self._step] = self._granted, dict(self._fallen)
         finished, self._dropped = tuple(self._dropped), []
         return Plan(self._step, tuple(new), tuple(s for _, s in self._granted), copies, preempted, finished)
 
@@ -126,27 +141,35 @@ class Planner:
                 reservation = kv.reserve(request, upto)
                 if reservation is None:
                     if not self._preempt(ranking, request, upto, started):
-                        self._starve(request, started)
                         continue
                     closed = True
                     reservation = kv.reserve(request, upto)
                     assert reservation is not None, "the KV cache said that the blocks fit"
                 deltas = reservation.deltas
                 count = min(count, reservation.length - request.computed)
+                if request in self._unsent:
+                    self._unsent.remove(request)
+                    new.append(RequestData.of(request))
             elif closed:
                 continue
             else:
                 admitted = self._admit(ranking, request, started)
                 closed = admitted is None or bool(self._fallen)
                 if admitted is None:
-                    self._starve(request, started)
+                    if not self._others(started):
+                        self.starved = request  # the whole pool is not enough for it
                     continue
+                if admitted.start > request.computed:  # else new, or swapped in
+                    self.hits += 1
+                    self.hit_tokens += admitted.start
                 request.computed, deltas = admitted.start, admitted.deltas
-                count = min(left, min(request.num_tokens, admitted.length) - request.computed)
-                if tokens is not None:
-                    count = min(count, tokens)
-                request.admitted_at = view.now if request.admitted_at is None else request.admitted_at
+                count = min(request.num_tokens, admitted.length) - request.computed
+                count = min(count, left if tokens is None else min(tokens, left))
+                if request.admitted_at is None:
+                    request.admitted_at, request.cached_tokens = view.now, request.computed
                 started.append(request)
+                if request.children:
+                    self._wide.append(request)
                 new.append(RequestData.of(request))
             left -= count
             end = request.computed + count
@@ -158,16 +181,24 @@ class Planner:
         for request in self._fallen:
             request.status = Status.PREEMPTED
             view.running.remove(request)
+        if view.running and not granted and not self._fallen:
+            first, *rest = sorted(view.running, key=lambda r: (r.level, r.arrival, r.order))
+            if kv.missing(first, first.computed + 1, 0, rest):  # not even without the others, who may share its blocks
+                self.starved = first
         return new
 
     def _others(self, started: Sequence[Request]) -> int:
         return len(self.view.running) + len(started) - len(self._fallen)
 
+    def _seats(self, started: Sequence[Request]) -> int:
+        """Taken by all that run, `started` included."""
+        return self._others(started) + sum(len(r.children) for r in self._wide if r not in self._fallen)
+
     def _admit(self, ranking: Ranking, request: Request, started: list[Request]) -> Reservation | None:
         """Blocks for the whole known length: requests that reserve a chunk at a time evict one another half-way."""
         others = self._others(started)
         keep = self.limits.watermark if others else 0
-        if others < self.limits.seats or not others:
+        if not others or self._seats(started) + request.seats <= self.limits.seats:
             reservation = self.kv.reserve(request, request.num_tokens, keep)
             if reservation is not None:
                 return reservation
@@ -177,61 +208,15 @@ class Planner:
         return self.kv.reserve(request, request.num_tokens, keep)
 
     def _preempt(self, ranking: Ranking, beneficiary: Request, upto: int, started: list[Request]) -> bool:
-        """Ask for victims until `beneficiary` fits; preempt them together, or nobody."""
+        """Take blocks and seats from others until `beneficiary` fits; False: nobody fell."""
         if len(self._granted) == len(self.view.running) + len(started):
             return False  # the common case of a full house: all who run were granted, nobody can fall
-        running = beneficiary.status is Status.RUNNING
+        others = [r for r in (*self.view.running, *started) if r not in self._fallen and r is not beneficiary]
         taken = {r for r, _ in self._granted}
-        candidates = [
-            r
-            for r, _ in ranking
-            if r.status is Status.RUNNING and r not in taken and r not in self._fallen and r is not beneficiary
-        ]
-        if running:
-            first = min(self.view.running, key=lambda r: (r.level, r.arrival, r.order))
-            candidates = [r for r in candidates if r is not first]
-        else:
-            candidates = [r for r in candidates if r.level > beneficiary.level]
-        others = self._others(started) - running
-
-        def short(without: Sequence[Request]) -> Shortage:
-            rest = others - len(without)
-            keep = 0 if running or not rest else self.limits.watermark
-            seats = 0 if running or not rest else max(0, rest + 1 - self.limits.seats)
-            return Shortage(self.kv.missing(beneficiary, upto, keep, without), seats)
-
-        if not candidates or any(short(candidates)):
-            return False
-        start = self._ns()
-        victims: list[Victim] = []
-        while any(shortage := short([v.request for v in victims])):
-            victim = self.policy.victim(self.view, beneficiary, shortage, candidates)
-            if victim is None:
-                return False
-            victims.append(victim)
-            candidates = [r for r in candidates if r is not victim.request]
-        for victim in victims:
-            self._evict(victim.request, victim.mode)
-        self.stages.append(("preemption", start, self._ns()))
-        return True
-
-    def _evict(self, request: Request, mode: Mode | None) -> None:
-        """Take a request's blocks: copied to the host where that is wanted and there is room, else dropped."""
-        if mode is not Mode.RECOMPUTE and request.computed and self.kv.swap_out(request):
-            mode = Mode.SWAP
-        else:
-            mode = Mode.RECOMPUTE
-            self.kv.release(request)
-            request.computed = 0
-        request.drafts = 0
-        request.preemptions += 1
-        self.preemptions[mode] += 1
-        self._fallen[request] = mode
-
-    def _starve(self, request: Request, started: list[Request]) -> None:
-        """A request that got no blocks sits the step out; alone, it can never grow (or return) and has to end."""
-        if self._others(started) == (request.status is Status.RUNNING) and not self._granted:
-            self.starved = request
+        spent = self.preemption.make_room(ranking, beneficiary, upto, taken, others)
+        if spent is not None:
+            self.stages.append(("preemption", *spent))
+        return spent is not None
 
     # After the step
 
@@ -249,29 +234,44 @@ class Planner:
             request.computed = end = part.start + part.tokens
             if part.start < len(request.prompt):
                 self.prompt_tokens += min(end, len(request.prompt)) - part.start
-            publish(request)
+            if part.start < request.reached:
+                self.recomputed_tokens += min(end, request.reached) - part.start
+            request.reached = max(request.reached, end)
             tokens = tokens_of.get(part.request_id)
+            if tokens and request.children:
+                self._fork(request)
+            publish(request)
             if tokens:
                 index = len(request.output)
                 for taken, token in enumerate(tokens, 1):
-                    request.output.append(token)
-                    request.num_tokens += 1
-                    if self._ends(request, token):
+                    if request.append(token):
                         tokens = tokens[:taken]
                         break
                 produced.append((request, index, tokens))
                 request.failures = 0  # not before: who fails in a later chunk computes the first ones again and again
         return produced
 
-    @staticmethod
-    def _ends(request: Request, token: int) -> bool:
-        params = request.params
-        if token in request._ends and len(request.output) > params.min_tokens:
-            request.finish_reason = "stop"
-            request.stop_reason = token if token in params.stop_token_ids else None
-        elif request.num_tokens >= request._limit:
-            request.finish_reason = "length"
-        return request.finish_reason is not None
+    def _fork(self, parent: Request) -> None:
+        """The prompt is computed: the children share it. Each computes its last token again, for logits of its own.
+
+        Before `publish`, which may give up what only they need. Who has no seat, or may not share, waits to start by
+        itself, before new requests.
+        """
+        others = sum(len(r.children) for r in self._wide if r is not parent and r.status is Status.RUNNING)
+        for child in parent.children:
+            self.view.hidden -= 1
+            child.admitted_at = parent.admitted_at
+            child.reached = child.computed = child.num_tokens - 1
+            seated = len(self.view.running) + others < self.limits.seats
+            if seated and child.computed and self.kv.fork(parent, child):
+                child.status = Status.RUNNING
+                self.view.running.append(child)
+                self._unsent.add(child)
+            else:
+                child.reached = child.computed = 0
+                child.status = Status.PREEMPTED
+                self.view.queued.add(child)
+        parent.children = []
 
     def fail(self, plan: Plan) -> list[Request]:
         """The step raised: release everything running and whatever the plan swapped out, to be computed again.
@@ -291,6 +291,7 @@ class Planner:
             self.kv.release(request)
             request.computed = 0
             request.drafts = 0
+        self._unsent.clear()
         self._dropped[:0] = plan.finished  # the executor may not have come to them
         for request in touched:
             request.failures += request.failures < 2 or len(touched) == 1  # only who fails alone is at fault

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from .errors import PluginError
 from .log import get_logger
-from .types import Budget, Mode, Request, Shortage, Status, Victim, Want
+from .types import Budget, Mode, Reject, Request, Shortage, Status, Victim, Want
 
 if TYPE_CHECKING:
     from .registry import Plugins
     from .view import LiveView
 
+_WAITING = (Status.WAITING, Status.PREEMPTED)
 MAX_FAULTS = 10
 """Steps in a row in which a policy may fail before the engine stops."""
 
@@ -33,6 +34,20 @@ def report_fault(faults: dict[str, int], plugin: str, message: str, exc: BaseExc
     times = faults[plugin] = faults.get(plugin, 0) + 1
     if times & (times - 1) == 0:
         log.error(message, plugin=plugin, times=times, exc_info=exc)
+
+
+def checked_refusal(refused: Reject | None) -> Reject | None:
+    """What `accept` answered, if it can be told to a client."""
+    if refused is None:
+        return None
+    if not isinstance(refused, Reject):
+        raise TypeError(f"accept must answer Reject or None, got {refused!r}")
+    reason, retry_after, status = refused
+    if not isinstance(reason, str) or not isinstance(status, int) or not 400 <= status <= 599:
+        raise ValueError(f"accept must give a reason and a status of 400 to 599, got {refused!r}")
+    if retry_after is not None and not (isinstance(retry_after, int | float) and 0 <= retry_after < float("inf")):
+        raise ValueError(f"accept must give retry_after in seconds, or None, got {refused!r}")
+    return refused._replace(reason=reason.encode("utf-8", "replace").decode())
 
 
 def default_order(running: Sequence[Request], named: Container[Request] = ()) -> Ranking:
@@ -70,6 +85,8 @@ class Policy:
             rest = [r for r in view.running if r not in named]
             rest.sort(key=lambda r: (key(r), r.arrival, r.order))
             return [*named.items(), *((r, None) for r in rest)]
+        if len(named) >= len(view.running) and all(map(named.__contains__, view.running)):
+            return list(named.items())
         return [*default_order(view.running, named), *named.items()]
 
     @staticmethod
@@ -77,30 +94,33 @@ class Policy:
         """Wants by request, and whether the answer was read to its end.
 
         At most `seats + 1` waiting requests can start in a step (the last by preemption), so an iterator is not read
-        beyond that: a policy may rank ten thousand requests lazily for free.
+        beyond that: a policy may rank ten thousand requests lazily for free. Who is held back (0 tokens) can be named
+        only once, too, so that an iterator that holds back one for ever is at fault.
         """
         named: dict[Request, int | None] = {}
+        held: set[Request] = set()
         lazy = not isinstance(answer, (list, tuple))
-        starting = 0
-        running: set[Request] = set()
+        starting, exhausted, running = 0, True, Status.RUNNING
         for request, tokens in answer or ():
-            if request in named:
+            if request in named or request in held:
                 raise ValueError(f"request {request.id!r} is named twice")
             if tokens is not None and (not isinstance(tokens, int) or tokens < 0):
                 raise ValueError(f"request {request.id!r} is given {tokens!r} tokens")
-            status = request.status
-            if status is Status.RUNNING:
-                if request not in (running := running or set(view.running)):
-                    raise ValueError(f"request {request.id!r} is none of this engine's")
-                named[request] = tokens
-            elif (status is Status.WAITING or status is Status.PREEMPTED) and tokens != 0:
+            if request.status is not running:
+                if tokens == 0 or request.status not in _WAITING:
+                    held.add(request)
+                    continue
                 if request not in view.queued:
                     raise ValueError(f"request {request.id!r} is none of this engine's")
-                named[request] = tokens
                 starting += 1
                 if lazy and starting > most:
-                    return named, False
-        return named, True
+                    named[request], exhausted = tokens, False
+                    break
+            named[request] = tokens
+        if sum(map(named.__contains__, view.running)) != len(named) - starting:
+            foreign = next(r for r in named if r.status is running and r not in view.running)
+            raise ValueError(f"request {foreign.id!r} is none of this engine's")
+        return named, exhausted
 
     def victim(
         self, view: LiveView, beneficiary: Request, shortage: Shortage, candidates: list[Request]

@@ -29,6 +29,7 @@ from .errors import ConfigError, brief, one_line
 
 ENV_PREFIX = "FRAMEWORK_"
 DEFAULT_KV_MEMORY = "0.3"
+DEFAULT_SWAP_SPACE = "0.25"
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
 _UNITS = {"": 1, "b": 1}
@@ -49,6 +50,15 @@ def parse_memory(text: str) -> int | float:
     except (ValueError, OverflowError):
         pass
     raise ValueError(f"{brief(repr(text), 80)} is not a size such as 2GiB or 512MB, nor a fraction such as 0.3")
+
+
+def host_blocks(space: str | None, blocks: int, block_bytes: int) -> int:
+    """KV blocks of the host tier: `--swap-space`, for a device pool of `blocks`."""
+    space = space or DEFAULT_SWAP_SPACE
+    if not space.strip().strip("0."):
+        return 0
+    amount = parse_memory(space)
+    return int(amount * blocks) if isinstance(amount, float) else amount // max(1, block_bytes)
 
 
 def setting(default: Any, group: str, help: str, **extra: Any) -> Any:
@@ -110,6 +120,18 @@ class Settings(BaseSettings):
     )
     kv_blocks: Annotated[int | None, Field(ge=1, le=_INT32)] = setting(
         None, "KV cache", "Exact number of blocks in the pool; overrides --kv-memory."
+    )
+    swap_space: str | None = setting(
+        None,
+        "KV cache",
+        "Host memory for the blocks of preempted requests: 4GiB, or a fraction of the pool; 0: none. Taken when first "
+        f"used. Default: {DEFAULT_SWAP_SPACE}, or less where less is free.",
+    )
+    preemption: Literal["auto", "swap", "recompute"] = setting(
+        "auto", "KV cache", "What becomes of a preempted request's blocks; auto: what is measured to be cheaper."
+    )
+    prefix_cache: bool = setting(
+        True, "KV cache", "Share KV blocks between requests that begin alike; --no-prefix-cache: never."
     )
 
     kernel: str = setting("auto", "Execution", "Kernel backend provider; auto: the first that supports the machine.")
@@ -177,6 +199,12 @@ class Settings(BaseSettings):
     def _kv_memory(cls, value: str | None) -> str | None:
         if value is not None:
             parse_memory(value)
+        return value
+
+    @field_validator("swap_space")
+    @classmethod
+    def _swap_space(cls, value: str | None) -> str | None:
+        host_blocks(value, 1, 1)
         return value
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .checkpoint import display_name, open_checkpoint
 from .defaults import Defaults
@@ -13,10 +13,10 @@ from .executor import Executor
 from .kv import KVCache
 from .messages import EngineInfo
 from .model import Checkpoint
-from .planner import Limits
+from .preemption import Costs, Limits
 from .registry import Plugins
 from .settings import Settings
-from .types import Request, SamplingParams
+from .types import Mode, Request, SamplingParams
 
 Progress = Callable[[str, float], None]
 WATERMARK = 0.01
@@ -51,6 +51,8 @@ def build_engine(
             seats=settings.max_num_seqs,
             watermark=int(blocks * WATERMARK),
             strict=settings.strict_plugins,
+            preemption=None if settings.preemption == "auto" else Mode(settings.preemption),
+            costs=Costs(executor.copy_rate, executor.compute_rate, capacity.block_bytes),
         )
         engine = Engine(plugins, executor, kv, limits, max_model_len, settings.seed)
     except BaseException:
@@ -80,8 +82,19 @@ def build_engine(
         manifest=dict(plugins.manifest),
         load_seconds=time.monotonic() - began,
         notes=list(executor.notes),
+        uses=sorted(set(_used(settings, plugins))),
+        host_blocks=capacity.blocks.get("host", 0),
+        preemption=settings.preemption,
+        copy_rate=executor.copy_rate,
+        compute_rate=executor.compute_rate,
     )
     return engine, info
+
+
+def _used(settings: Settings, plugins: Plugins) -> Iterator[str]:
+    yield from plugins.get("scheduler", settings.scheduler).uses
+    for name in settings.plugin:
+        yield from plugins.get("plugin", name).uses
 
 
 def _max_model_len(settings: Settings, kv: KVCache, model_limit: int) -> tuple[int, str]:

@@ -93,6 +93,7 @@ def banner(info: EngineInfo, url: str, chat: bool) -> str:
             f"({size(info.kv_blocks * info.block_bytes)}); {fit} request{'s' * (fit != 1)} of full length "
             f"fit{'s' * (fit == 1)}",
         ),
+        ("preempt", _preemption(info)),
         ("length", f"at most {info.max_model_len} tokens ({_REASONS[info.max_model_len_reason]})"),
         ("step", f"at most {info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens"),
         *(("note", note) for note in info.notes),
@@ -101,6 +102,20 @@ def banner(info: EngineInfo, url: str, chat: bool) -> str:
     lines = [f"  {name:<9} {text}" for name, text in rows]
     head = f"framework {__version__} is ready (loaded in {info.load_seconds:.1f} s)"
     return "\n".join(["", head, *lines, "", f"  {curl(info.model, url, chat)}", ""])
+
+
+def _preemption(info: EngineInfo) -> str:
+    """What becomes of preempted requests, and why."""
+    if not info.host_blocks or info.preemption == "recompute":
+        text = "recompute"
+    else:
+        text = f"{info.preemption}, {size(info.host_blocks * info.block_bytes)} of swap space"
+    rates = []
+    if info.copy_rate:
+        rates.append(f"moves {size(info.copy_rate)}/s")
+    if info.compute_rate:
+        rates.append(f"computes {info.compute_rate:.0f} tokens/s")
+    return f"{text} ({', '.join(rates)})" if rates else text
 
 
 def curl(model: str, url: str, chat: bool) -> str:

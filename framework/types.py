@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -123,7 +123,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class Status(enum.StrEnum):
     """Where a request is. Only WAITING, PREEMPTED and RUNNING are visible to policies."""
 
-    HIDDEN = "hidden"  # known, not schedulable yet: preparing a grammar, loading an adapter, paused
+    HIDDEN = "hidden"  # known, not schedulable yet: waiting to fork off, preparing a grammar, paused
     WAITING = "waiting"  # never ran
     PREEMPTED = "preempted"  # ran; its blocks were taken; waits to resume
     RUNNING = "running"
@@ -150,6 +150,8 @@ class Request:
         "admitted_at",
         "arrival",
         "cache_salt",
+        "cached_tokens",
+        "children",
         "computed",
         "drafts",
         "extra",
@@ -167,6 +169,7 @@ class Request:
         "preemptions",
         "priority",
         "prompt",
+        "reached",
         "seed",
         "state",
         "status",
@@ -212,6 +215,9 @@ class Request:
         self.status = Status.WAITING
         self.num_tokens = len(prompt)  # prompt and output
         self.computed = 0  # leading tokens whose keys and values are in the cache
+        self.reached = 0  # the most tokens that ever were: what is computed below it is computed again
+        self.cached_tokens = 0  # of the prompt, found in the cache when the request first started
+        self.children: list[Request] = []  # for n > 1: hidden, until they fork off when this one's prompt is computed
         self.drafts = 0
         self.preemptions = 0
         self.failures = 0
@@ -224,9 +230,30 @@ class Request:
         self._limit = limit  # the longest this request may become, prompt and output
 
     @property
+    def limit(self) -> int:
+        """The most tokens this request may come to have, prompt and output."""
+        return self._limit
+
+    @property
     def remaining(self) -> int:
         """Known tokens not computed yet: 1 while decoding."""
         return self.num_tokens + self.drafts - self.computed
+
+    @property
+    def seats(self) -> int:
+        """How many of `--max-num-seqs` it takes: one for itself and one for each that will fork off."""
+        return 1 + len(self.children)
+
+    def append(self, token: int) -> bool:
+        """One more token of output. The core's; True if it was the last: then `finish_reason` is set."""
+        self.output.append(token)
+        self.num_tokens += 1
+        if token in self._ends and len(self.output) > self.params.min_tokens:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+        elif self.num_tokens >= self._limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
 
     def __repr__(self) -> str:
         return f"<Request {self.id} {self.status} {self.computed}/{self.num_tokens}>"
@@ -268,6 +295,12 @@ class View(Protocol):
 
         `key` must depend only on what does not change while a request waits; it is called once per
         request and kept by the identity of its code, so write it as a lambda, function or method.
+        """
+
+    def queues(self, key: Callable[[Request], Any]) -> Mapping[Any, Iterable[Request]]:
+        """Waiting requests in a queue of their own for each value of `key` that any of them has; each queue lists
+        preempted requests first, then by arrival. Kept incrementally, so that a policy that is fair to many tenants
+        need not look at all who wait. `key` is bound as that of `queue` is; its values must be hashable.
         """
 
     def ranked(self, key: Callable[[Request], Any]) -> Iterator[Request]:
@@ -321,7 +354,9 @@ class Provider(NamedTuple):
 
     `factory` takes by name what it wants of what its kind is given, `options` (an instance of the `options` model)
     and `settings` mostly: docs/plugins.md has the table. `options` is a pydantic model or None. `summary` is one line
-    for `framework plugins`. `api` is the contract's major number.
+    for `framework plugins`. `api` is the contract's major number. `uses` names the request fields that the plugin goes
+    by, where ignoring them would mislead a client: "priority" without a scheduler (or augmenting plugin) that uses it
+    is refused.
     """
 
     kind: str
@@ -330,3 +365,4 @@ class Provider(NamedTuple):
     options: type | None = None
     api: int = 1
     summary: str = ""
+    uses: tuple[str, ...] = ()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from .kv import KVCache, Usage
 from .types import Request, Status
@@ -48,6 +47,32 @@ class Order:
         return (entry[4] for entry in self.entries)
 
 
+class Groups:
+    """Waiting requests in queues of their own, by one key: each preempted first, then by arrival. None is empty."""
+
+    def __init__(self, key: Key, requests: Iterator[Request]) -> None:
+        self.key = key
+        self.orders: dict[Hashable, Order] = {}
+        self._of: dict[Request, Hashable] = {}
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        group = self.key(request)
+        order = self.orders.get(group)
+        if order is None:
+            order = self.orders[group] = Order(_arrival, iter(()))
+        order.add(request)
+        self._of[request] = group
+
+    def remove(self, request: Request) -> None:
+        group = self._of.pop(request)
+        order = self.orders[group]
+        order.remove(request)
+        if not order.entries:
+            del self.orders[group]
+
+
 class _Requests(Sequence[Request]):
     """The requests of an order, as a sequence."""
 
@@ -85,12 +110,15 @@ def _identity(key: Key) -> Any:
     return code, id(getattr(key, "__self__", None)), plain, id(function.__defaults__)
 
 
+Kept = TypeVar("Kept", Order, Groups)
+
+
 class Waiting:
     """Waiting requests in as many orders as policies ask for."""
 
     def __init__(self) -> None:
         self._default = Order(_arrival, iter(()))
-        self._orders: dict[Any, Order] = {}
+        self._orders: dict[Any, Order | Groups] = {}
         self.sequence = _Requests(self._default.entries)
 
     def __len__(self) -> int:
@@ -113,13 +141,32 @@ class Waiting:
             order.remove(request)
 
     def by(self, key: Key) -> Order:
-        identity = _identity(key)
+        return self._kept(Order, key)
+
+    def grouped(self, key: Key) -> Groups:
+        return self._kept(Groups, key)
+
+    def _kept(self, kind: type[Kept], key: Key) -> Kept:
+        identity = kind, _identity(key)
         order = self._orders.get(identity)
         if order is None:
             if len(self._orders) >= MAX_ORDERS:
                 del self._orders[next(iter(self._orders))]
-            order = self._orders[identity] = Order(key, iter(self.sequence))
+            order = self._orders[identity] = kind(key, iter(self.sequence))
+        assert isinstance(order, kind)
         return order
+
+
+def _merge(running: list[Entry], waiting: list[Entry]) -> Iterator[Request]:
+    """Two sorted lists as one. (`heapq.merge` takes three times as long, and this is asked of every step.)"""
+    position = 0
+    for entry in running:
+        while position < len(waiting) and waiting[position] < entry:
+            yield waiting[position][4]
+            position += 1
+        yield entry[4]
+    for rest in range(position, len(waiting)):
+        yield waiting[rest][4]
 
 
 class LiveView:
@@ -166,10 +213,14 @@ class LiveView:
     def queue(self, key: Key) -> Iterator[Request]:
         return iter(self.queued.by(key))
 
+    def queues(self, key: Key) -> Mapping[Any, Order]:
+        return self.queued.grouped(key).orders
+
     def ranked(self, key: Key) -> Iterator[Request]:
         self.ranked_by = key
-        running = sorted((key(r), False, r.arrival, r.order, r) for r in self.running)
-        return (entry[4] for entry in heapq.merge(running, self.queued.by(key).entries))
+        running = [(key(r), False, r.arrival, r.order, r) for r in self.running]
+        running.sort()
+        return _merge(running, self.queued.by(key).entries)
 
     def cached(self, request: Request) -> int:
         if request.status is Status.RUNNING:
@@ -180,4 +231,5 @@ class LiveView:
         return known
 
     def missing(self, request: Request, tokens: int) -> int:
-        return self._kv.missing(request, min(request.computed + tokens, request.num_tokens + request.drafts))
+        start = request.computed + self.cached(request)
+        return self._kv.missing(request, min(start + tokens, request.num_tokens + request.drafts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,9 +21,13 @@ from .kv import Capacity
 from .model import Checkpoint, Model
 from .plan import Copy, Logprobs, Plan, StepResult
 from .registry import Plugins
-from .settings import DEFAULT_KV_MEMORY, Settings, parse_memory
+from .settings import DEFAULT_KV_MEMORY, Settings, host_blocks, parse_memory
 
 Inputs = tuple[torch.Tensor, torch.Tensor, Meta]
+MEASURE_SECONDS = 0.05
+"""A prefill that takes longer is long enough to tell how fast the model is."""
+MEASURE_BLOCKS = 64
+"""Blocks moved to tell how fast blocks move."""
 
 
 class TorchExecutor(Executor):
@@ -42,6 +47,8 @@ class TorchExecutor(Executor):
         self.model: Model | None = None
         self.device = torch.device("cpu")
         self._pools: list[list[Any]] = []
+        self._host: list[list[Any]] = []  # made when something is first swapped out
+        self._host_blocks = 0
         self._caches: list[Any] = []
         self._rows = Rows(0, 1)
 
@@ -73,17 +80,37 @@ class TorchExecutor(Executor):
         cache_dtype: torch.dtype = getattr(torch, spec.dtype)
         block_bytes = sum(self.backend.block_bytes(g, cache_dtype, spec.block_size) for g in spec.groups)
         blocks = self._blocks(block_bytes)
-        self._pools = [
-            self.backend.allocate(group, cache_dtype, spec.block_size, blocks, self.device) for group in spec.groups
-        ]
+        self._host_blocks = self._swap_blocks(blocks, block_bytes)
+        self._pools = self._allocate(blocks, self.device)
         self._caches = [cache for pool in self._pools for cache in pool]
         self._rows = Rows(len(spec.groups), spec.block_size, settings.max_num_seqs)
         progress("warm up", 0.0)
-        self._warm_up()
+        self._warm_up(blocks, block_bytes)
         progress("warm up", 1.0)
         cuda = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if cuda else machine.cpu_name()
-        return Capacity({"device": blocks, "host": 0}, block_bytes, self.device_name)
+        return Capacity({"device": blocks, "host": self._host_blocks}, block_bytes, self.device_name)
+
+    def _allocate(self, blocks: int, device: torch.device) -> list[list[Any]]:
+        """A pool on `device`; on the host of a GPU, in memory that the GPU can copy to and from by itself."""
+        spec = self.cache_spec
+        pinned = {"pinned": True} if device.type != self.device.type else {}
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return [self.backend.allocate(g, dtype, spec.block_size, blocks, device, **pinned) for g in spec.groups]
+
+    def _swap_blocks(self, blocks: int, block_bytes: int) -> int:
+        """Size of the host tier. Raises `ConfigError`, with the numbers, where it does not fit."""
+        space = self.settings.swap_space
+        count = host_blocks(space, blocks, block_bytes)
+        free = machine.free_memory() - (0 if self.device.type == "cuda" else blocks * block_bytes)
+        if space is None:  # nobody relies on it
+            return min(count, max(0, free) // block_bytes)
+        if count * block_bytes > free:
+            raise ConfigError(
+                f"--swap-space {space}: {machine.size(count * block_bytes)} are more than the {machine.size(free)} of "
+                "host memory that are free; give less, or 0"
+            )
+        return count
 
     def _blocks(self, block_bytes: int) -> int:
         """Size of the pool. Raises `ConfigError`, with the numbers, where it does not fit."""
@@ -111,16 +138,49 @@ class TorchExecutor(Executor):
             )
         return blocks
 
-    def _warm_up(self) -> None:
-        """One forward pass over one block, so that the first request doesn't pay for what libraries set up lazily."""
-        count = min(self.cache_spec.block_size, self.spec.max_model_len)
-        tables = tuple(np.zeros((1, 1), np.int32) for _ in self.cache_spec.groups)
+    def _warm_up(self, blocks: int, block_bytes: int) -> None:
+        """One forward pass over one block, so that the first request doesn't pay for what libraries set up lazily;
+        then measure what preemption has to weigh up: computing tokens, and moving blocks to the host and back."""
+        size = self.cache_spec.block_size
+        most = min(blocks * size, self.settings.max_num_batched_tokens, self.spec.max_model_len)
+        count = min(size, most)
+        self._prefill(count)
+        spent = 0.0
+        while spent < MEASURE_SECONDS:
+            spent = self._prefill(count)
+            self.compute_rate = count / spent
+            if count == most:
+                break
+            count = min(2 * count, most)
+        if not self._host_blocks:
+            return
+        count = min(MEASURE_BLOCKS, blocks, self._host_blocks)
+        host, pairs = self._allocate(count, torch.device("cpu")), [(block, block) for block in range(count)]
+        for _ in range(2):  # the first time, memory is touched for the first time
+            begin = self._now()
+            for pool, copy in zip(self._pools, host, strict=True):
+                self.backend.move_blocks(pool, copy, pairs)
+                self.backend.move_blocks(copy, pool, pairs)
+            self.copy_rate = 2 * count * block_bytes / max(self._now() - begin, 1e-9)
+
+    def _prefill(self, count: int) -> float:
+        """Seconds that it takes to compute a prompt of `count` tokens, in the first blocks of the pool."""
+        size = self.cache_spec.block_size
+        table = np.arange(-(-count // size), dtype=np.int32)[None]
         lens, samples = np.array([count], np.int32), np.ones(1, np.bool_)
-        batch = Batch(np.zeros(1, np.int32), lens, tables, samples, self.cache_spec.block_size)
+        batch = Batch(np.zeros(1, np.int32), lens, (table,) * len(self.cache_spec.groups), samples, size)
+        begin = self._now()
         self._forward(self._prepare(batch, np.zeros(count, np.int64), np.arange(count, dtype=np.int64)))
+        return max(self._now() - begin, 1e-9)
+
+    def _now(self) -> float:
+        """Seconds, once all that was asked of the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def stop(self) -> None:
-        self.model, self._pools, self._caches = None, [], []
+        self.model, self._pools, self._host, self._caches = None, [], [], []
         self._rows = Rows(0, 1)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -173,10 +233,17 @@ class TorchExecutor(Executor):
     def _copy(self, copies: Iterable[Copy]) -> None:
         """In order; neighbours within one group and pair of tiers go together."""
         for (group, *tiers), some in itertools.groupby(copies, lambda c: (c.group, c.src_tier, c.dst_tier)):
-            if tiers != ["device", "device"]:
-                raise RuntimeError(f"cannot copy KV blocks from {tiers[0]} to {tiers[1]}: there is no host pool")
-            pairs = torch.tensor([(c.src, c.dst) for c in some], dtype=torch.int64).to(self.device)
-            self.backend.copy_blocks(self._pools[group], pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+            pairs = [(c.src, c.dst) for c in some]
+            if tiers == ["device", "device"]:
+                src, dst = torch.tensor(pairs, dtype=torch.int64).to(self.device).T.contiguous()
+                self.backend.copy_blocks(self._pools[group], src, dst)
+                continue
+            if not self._host and self._host_blocks:
+                self._host = self._allocate(self._host_blocks, torch.device("cpu"))
+            if not self._host or sorted(tiers) != ["device", "host"]:
+                raise RuntimeError(f"cannot copy KV blocks from {tiers[0]} to {tiers[1]}: there is no such pool")
+            pools = {"device": self._pools[group], "host": self._host[group]}
+            self.backend.move_blocks(pools[tiers[0]], pools[tiers[1]], pairs)
 
     def _prepare(self, batch: Batch, tokens: Array, positions: Array) -> Inputs:
         meta = self.backend.prepare(batch, self.device)

@@ -129,6 +129,7 @@ class Stream:
         if before is not None:
             before.tokens += output.tokens
             output.index, output.tokens = before.index, before.tokens
+            output.cached_tokens += before.cached_tokens
             if before.logprobs is not None:
                 before.logprobs += output.logprobs or ()
                 output.logprobs = before.logprobs
@@ -264,7 +265,8 @@ class EngineClient:
     # Requests
 
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
-        """Send the requests of one response; their ids are made unique here.
+        """Send the requests of one response; their ids are made unique here. Sequences are numbered in their order,
+        `Add.n` for each.
 
         Raises `EngineDead`, and `InvalidRequest` for more than `MAX_SENT` bytes.
         """
@@ -279,12 +281,13 @@ class EngineClient:
             if size > MAX_SENT:
                 raise InvalidRequest(
                     "",
-                    f"the request becomes {len(adds)} sequences of about {len(encoded[-1])} bytes each (prompt, "
+                    f"the request becomes {len(adds)} messages of about {len(encoded[-1])} bytes each (prompt, "
                     f"sampling parameters and extra), over {MAX_SENT} bytes in all; ask for fewer at once",
                 )
-        stream = Stream(self, record, [add.id for add in adds])
-        for index, add in enumerate(adds):
-            self._sequences[add.id] = _Sequence(stream, index)
+        ids = [id for add in adds for id in add.ids]
+        stream = Stream(self, record, ids)
+        for index, id in enumerate(ids):
+            self._sequences[id] = _Sequence(stream, index)
         for message in encoded:
             self._socket.send(message)
         return stream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -53,16 +54,19 @@ class Ask(NamedTuple):
     """Choices of each prompt. They are independent draws, with a seed too; the first has the request's own seed."""
     priority: int = 0
     tenant: str = ""
+    """Left out: a digest of the caller's API key."""
+    cache_salt: str = ""
     extra: dict[str, Any] | None = None
     names: Mapping[str, str] = {}
     """How the client spells fields, where it is not as we do."""
 
 
 class Prompt(NamedTuple):
-    """One sequence to generate: what comes before it, and how to choose its tokens."""
+    """`n` sequences to generate: what comes before them, and how to choose their tokens."""
 
     ids: list[int]
     params: SamplingParams
+    n: int = 1
 
 
 class Choice:
@@ -71,6 +75,7 @@ class Choice:
     def __init__(self, index: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self.index = index
         self.prompt = prompt.ids
+        self.cached_tokens = 0
         self.assembler = Assembler(tokenizer, prompt.params, prompt.ids)
         self.text: list[str] = []
         self.logprobs: list[Logprobs] = []
@@ -92,6 +97,7 @@ class Generation:
         self.choices: list[Choice] = []
         self._request_id: str = request.state.request_id
         self._spell: Spelling = request.state.spell
+        self._caller = _caller(request)
         parent = parse(request.headers.getlist("traceparent"))
         self.record = ResponseRecord(
             id=f"{prefix}-{self._request_id}",
@@ -147,28 +153,31 @@ class Generation:
         record, tokenizer = self.record, self.serving.tokenizer
         record.attributes = _attributes(ask.fields)
         _check_extra(ask.extra)
+        routing = self.serving.inputs.routing(ask.priority, ask.tenant or self._caller, ask.cache_salt)
         prompts = self._prompts(ask, await tokenize())
-        record.choices = len(prompts)
+        every = [prompt for prompt in prompts for _ in range(prompt.n)]
+        record.choices = len(every)
         adds = [
             Add(
                 self._request_id,
                 prompt.ids,
                 prompt.params,
                 record.start,
-                ask.priority,
-                ask.tenant,
+                **routing._asdict(),
                 extra=ask.extra or {},
                 trace=record.traceparent,
+                n=prompt.n,
             )
             for prompt in prompts
         ]
         async with self.serving.client.generate(adds, record) as stream:
-            self.choices = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(prompts)]
+            self.choices = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(every)]
             async for outputs in stream:
                 begin = time.monotonic_ns()
                 news = []
                 for index, output in outputs:
                     choice = self.choices[index]
+                    choice.cached_tokens += output.cached_tokens
                     delta = choice.assembler.push(output)
                     choice.text.append(delta.text)
                     choice.logprobs += delta.logprobs
@@ -181,19 +190,23 @@ class Generation:
                 yield news
 
     def _prompts(self, ask: Ask, every: Sequence[list[int]]) -> list[Prompt]:
-        inputs, seed = self.serving.inputs, ask.fields.get("seed")
+        inputs = self.serving.inputs
         try:
             params = inputs.complete(inputs.params(ask.fields), *every)
         except InvalidRequest as error:
             name = ask.names.get(error.field, error.field)
             raise InvalidRequest(name, str(error).replace(error.field, name)) from None
-        draws = [msgspec.structs.replace(params, seed=_derived_seed(seed, k)) for k in range(ask.n)]
-        return [Prompt(ids, draw) for ids in every for draw in draws]
+        return [Prompt(ids, params, ask.n) for ids in every]
 
     @property
     def prompt_tokens(self) -> int:
         """Of all prompts; those of further choices of one prompt count once."""
         return sum(len(p) for p in {id(choice.prompt): choice.prompt for choice in self.choices}.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of `prompt_tokens` that were found in the prefix cache."""
+        return sum(choice.cached_tokens for choice in self.choices)
 
     @property
     def output_tokens(self) -> int:
@@ -224,6 +237,14 @@ def route(base: type[JsonRoute], serving: Serving, operation: str, prefix: str) 
     return GenerationRoute
 
 
+def _caller(request: Request) -> str:
+    """Who asks, where the body does not say: a digest of the API key, so that the key itself goes nowhere."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        return ""
+    return "key-" + hashlib.blake2b(key.strip().encode(), digest_size=8).hexdigest()
+
+
 def _check_extra(extra: Mapping[str, Any] | None) -> None:
     try:
         size = len(msgspec.msgpack.encode(extra))
@@ -231,13 +252,6 @@ def _check_extra(extra: Mapping[str, Any] | None) -> None:
         raise InvalidRequest("extra", f"extra: cannot be passed on: {error}") from None
     if size > MAX_EXTRA:
         raise InvalidRequest("extra", f"extra: {size} bytes, at most {MAX_EXTRA} are possible")
-
-
-def _derived_seed(seed: int | None, choice: int) -> int | None:
-    if seed is None or choice == 0:
-        return seed
-    mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
-    return mixed - 2**63
 
 
 def _attributes(params: Mapping[str, Any]) -> dict[str, str | int | float | bool]:

@@ -64,9 +64,14 @@ class _Reply:
         self.request.check()
         return self.request.ask()
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         prompt, output = self.generation.prompt_tokens, self.generation.output_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": self.generation.cached_tokens},
+        }
 
     def _envelope(self, object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

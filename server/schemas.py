@@ -147,9 +147,12 @@ class GenerationRequest(_Body):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: Int64 | None = None
-    """Lower is sooner."""
+    """Lower is sooner. Refused where the scheduler would ignore it."""
+    tenant: str | None = None
+    """Whose share of the service this counts against; left out: `user`, or else the API key."""
     user: Annotated[str | None, BeforeValidator(_user)] = None
-    """Tenant of the request, for policies."""
+    cache_salt: str | None = None
+    """Only requests with the same salt share cached prefixes."""
     extra: dict[str, Any] | None = None
     """Passed on to plugins: they read it as `Request.extra`."""
 
@@ -167,7 +170,8 @@ class GenerationRequest(_Body):
         return {name: value for name, value in fields.items() if value is not None}
 
     def ask(self) -> Ask:
-        return Ask(self.sampling(), self.n or 1, self.priority or 0, self.user or "", self.extra)
+        tenant = self.tenant or self.user or ""
+        return Ask(self.sampling(), self.n or 1, self.priority or 0, tenant, self.cache_salt or "", self.extra)
 
 
 class CompletionRequest(GenerationRequest):

@@ -105,8 +105,9 @@ def main(address: str, model: str) -> None:
                     until = time.monotonic() + add.extra.get("spin", 0)
                     while time.monotonic() < until:
                         pass
-                    assert add.id not in requests
-                    requests[add.id] = (add, 0)
+                    for each in add.ids:
+                        assert each not in requests
+                        requests[each] = (add, 0)
                 case Abort(ids=ids, reason=reason):
                     for id in ids:
                         if id in requests:

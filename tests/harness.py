@@ -7,13 +7,29 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from framework.plugins.kv.paged import PagedCache
+from framework.plugins.kv.pool import Lru
 
-from framework import Budget, Plan, Request, RequestData, SamplingParams, Shortage, Victim, View, Want, hookimpl
+from framework import (
+    Budget,
+    CacheSpec,
+    Capacity,
+    KVCache,
+    Mode,
+    Plan,
+    Request,
+    RequestData,
+    SamplingParams,
+    Shortage,
+    Victim,
+    View,
+    Want,
+    hookimpl,
+)
 from framework.defaults import Defaults
 from framework.engine import Engine
 from framework.executor import Done
 from framework.messages import Add, TokenOutput
-from framework.planner import Limits
+from framework.preemption import Costs, Limits
 from framework.registry import Plugins
 from framework.testing import CheckingExecutor, VirtualClock
 
@@ -68,6 +84,11 @@ class Harness:
         strict: bool = False,
         max_model_len: int = 1000,
         plugins: Sequence[object] = (),
+        kv: Callable[[CacheSpec, Capacity], KVCache] | None = None,
+        prefix_cache: bool = True,
+        eviction: Callable[[], Any] = Lru,
+        preemption: Mode | None = None,
+        costs: Costs = Costs(),
         **executor: Any,
     ) -> None:
         self.done: Counter[str] = Counter()
@@ -81,7 +102,13 @@ class Harness:
             blocks, block_size, token_budget=tokens, seats=seats, clock=self.clock, cost=lambda plan: 0.001, **executor
         )
         capacity = self.executor.start()
-        self.kv = PagedCache(self.executor.cache_spec, capacity)
+        self.windowed = None not in executor.get("windows", (None,))
+        self.blocks, self.block_size, self.shares = blocks, block_size, prefix_cache
+        self.kv: Any = kv and kv(self.executor.cache_spec, capacity)
+        if kv is None:
+            self.kv = PagedCache(
+                self.executor.cache_spec, capacity, prefix_cache=prefix_cache, eviction=eviction, chunk=tokens
+            )
         registry = Plugins()
         registry.add(Defaults(registry), "core")
         for i, plugin in enumerate(plugins):
@@ -89,7 +116,7 @@ class Harness:
         if policy is not None:
             registry.add(policy, "policy")
         registry.add(self, "observer")  # last, so called first: no other plugin can keep `accept` from it
-        limits = Limits(tokens, seats, watermark, strict)
+        limits = Limits(tokens, seats, watermark, strict, preemption, costs)
         self.engine = Engine(registry, self.executor, self.kv, limits, max_model_len)
         self.planner = self.engine.planner
         self.view = self.planner.view
@@ -104,20 +131,28 @@ class Harness:
         assert self.done[request.id] == 1, f"request_done came twice for {request}"
 
     def add(
-        self, id: str, prompt: int | Sequence[int] = 4, max_tokens: int | None = 4, priority: int = 0, **params: Any
+        self,
+        id: str,
+        prompt: int | Sequence[int] = 4,
+        max_tokens: int | None = 4,
+        priority: int = 0,
+        tenant: str = "",
+        n: int = 1,
+        cache_salt: bytes = b"",
+        **params: Any,
     ) -> TokenOutput | None:
         """Returns the refusal, or None if the request was taken in. A prompt's length stands for some prompt."""
         if isinstance(prompt, int):
             prompt = [(i * 7 + sum(id.encode())) % 97 for i in range(prompt)]
-        message = Add(
-            id, list(prompt), SamplingParams(max_tokens=max_tokens, **params), self.clock.ns(), priority=priority
-        )
+        sampling = SamplingParams(max_tokens=max_tokens, **params)
+        message = Add(id, list(prompt), sampling, self.clock.ns(), priority, tenant, cache_salt=cache_salt, n=n)
         refusals = self.engine.add(message)
         if refusals:
             assert len(refusals) == 1 and refusals[0].id == id and refusals[0].finish_reason == "error"
             return refusals[0]
-        self.requests[id] = self.engine.requests[id]
-        self.outputs[id] = []
+        for each in message.ids:
+            self.requests[each] = self.engine.requests[each]
+            self.outputs[each] = []
         self.clock.advance(1e-6)
         return None
 
@@ -146,6 +181,11 @@ class Harness:
         self._take(self.engine.abort(ids, reason))
         self.check()
 
+    @property
+    def copies(self) -> Counter[tuple[str, str]]:
+        """Copies so far by tiers, of the first group."""
+        return Counter((c.src_tier, c.dst_tier) for plan in self.executor.plans for c in plan.copies if c.group == 0)
+
     def _take(self, outputs: Iterable[TokenOutput]) -> None:
         for output in outputs:
             assert output.id not in self.reasons, f"{output.id} had ended already: {output}"
@@ -161,16 +201,26 @@ class Harness:
         self.executor.check()
         self.kv.check_integrity()
         view = self.view
-        alive = {r.id for r in [*view.running, *view.waiting]}
-        assert len(alive) == len(view.running) + len(view.waiting)
+        shown = [*view.running, *view.waiting]
+        alive = {r.id for r in shown} | {child.id for r in shown for child in r.children}
+        assert len(alive) == len(view.running) + len(view.waiting) + view.hidden == view.total
         assert alive == set(self.engine.requests)
         assert set(self.done) == self.accepted - alive
-        for request in view.waiting:
-            assert request.computed == 0, f"{request} waits and holds blocks"
         usage = self.kv.usage()
-        assert usage.tokens == sum(r.computed for r in view.running)
+        swapped = sum(-(-r.computed // self.block_size) for r in view.waiting)
+        if self.windowed:
+            assert usage.swapped <= swapped
+        else:
+            assert usage.swapped == swapped, "only who was swapped out waits with computed tokens, and owns host blocks"
+        assert usage.total == self.blocks and usage.free + usage.cached == self.kv.available
+        held = sum(r.computed for r in view.running)
+        forked = sum(r.parent is not None for r in view.running)  # each begins one token before its parent
+        assert usage.tokens <= held + forked and usage.holding * self.block_size >= usage.tokens
+        if not self.shares:
+            assert usage.cached == 0
+            assert usage.tokens == held or forked or self.windowed
         if not view.running:
-            assert usage.free == usage.total
+            assert self.kv.available == usage.total and usage.tokens == 0
 
     # What tests ask
 

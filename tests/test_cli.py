@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from serving import eventually
@@ -336,6 +337,24 @@ def test_banner() -> None:
         "http://127.0.0.1:8000/v1\n",
     ):
         assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "recompute"),
+        (
+            {"host_blocks": 4, "copy_rate": 2.0**30, "compute_rate": 150.4},
+            "auto, 4.0 KiB of swap space (moves 1.0 GiB/s, computes 150 tokens/s)",
+        ),
+        ({"host_blocks": 4, "preemption": "swap"}, "swap, 4.0 KiB of swap space"),
+        ({"host_blocks": 4, "preemption": "recompute", "compute_rate": 7.0}, "recompute (computes 7 tokens/s)"),
+    ],
+)
+def test_the_banner_says_what_becomes_of_preempted_requests(changes: dict[str, Any], line: str) -> None:
+    info = msgspec.structs.replace(INFO, **changes)
+    lines = banner(info, "http://h:1", chat=False).splitlines()
+    assert [text.split(maxsplit=1)[1] for text in lines if text.startswith("  preempt")] == [line]
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import tiny_checkpoint
 
 from framework import LLM, ConfigError, InvalidRequest, Rejected, SamplingParams
 from framework.messages import EngineStats
@@ -45,18 +46,80 @@ def test_the_standing_property(llm: LLM, tiny_llama: Path, params: list[Sampling
     for output, prompt, one in zip(alone, PROMPTS, params, strict=True):
         assert "".join(llm.stream(prompt, one)) == output.text
     assert_idle(llm.engine.stats())
-    # 12 blocks of 4 tokens hold less than two whole requests: they preempt one another again and again.
+    # 14 blocks of 4 tokens hold less than two whole requests: they preempt one another again and again.
     tight = {"kv_blocks": 14, "block_size": 4, "max_model_len": 56}
-    for flags in ({"max_num_batched_tokens": 5}, {"max_num_seqs": 2}, tight, {**tight, "max_num_batched_tokens": 3}):
+    small = {"max_num_batched_tokens": 3}
+    swap, recompute = {"preemption": "swap", "swap_space": "1.0"}, {"preemption": "recompute"}
+    alone_only = {"prefix_cache": False}
+    for flags in (
+        {"max_num_batched_tokens": 5, "block_size": 4},
+        {"max_num_seqs": 2, "prefix_cache": False},
+        {**tight, **recompute},
+        {**tight, **recompute, **small, **alone_only},
+        {**tight, **swap},
+        {**tight, **swap, **small, **alone_only},
+        {**tight, **small, "swap_space": "0"},
+    ):
         with engine(tiny_llama, **flags) as other:
-            outputs = other.generate(PROMPTS, params)
-            assert [o.token_ids for o in outputs] == [o.token_ids for o in alone], flags
-            assert [o.text for o in outputs] == [o.text for o in alone]
+            for _ in range(2):  # the second time, what the first left is in the prefix cache
+                outputs = other.generate(PROMPTS, params)
+                assert [o.token_ids for o in outputs] == [o.token_ids for o in alone], flags
+                assert [o.text for o in outputs] == [o.text for o in alone]
             stats = other.engine.stats()
             assert_idle(stats)
             other.engine.kv.check_integrity()
-            assert (stats.preemptions_recompute > 0) == ("kv_blocks" in flags)
+            swaps = flags.get("preemption") == "swap"
+            assert (stats.preemptions_recompute > 0) == ("kv_blocks" in flags and not swaps)
+            assert (stats.preemptions_swap > 0) == swaps
+            assert stats.recomputed_tokens == 0 or not swaps
+            assert stats.prefix_hits == 0 or flags.get("prefix_cache", True)
+            assert stats.prefix_hits > 0 or "kv_blocks" in flags or "prefix_cache" in flags
             assert stats.plugin_faults == {} and other.engine.planner.forced == 0
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_n_is_as_many_requests_that_share_their_prompt(tiny_llama: Path, kind: str) -> None:
+    prompt = "A request waits for the others"
+    greedy = kind == "greedy"
+    params = GREEDY if greedy else SEEDED[3]
+    with engine(tiny_llama, block_size=4) as llm:
+        outputs = llm.generate(prompt, params, n=4)
+        length = len(outputs[0].prompt_token_ids)
+        assert llm.engine.stats().prompt_tokens == length + 3  # each of the others its last token again
+        tokens = [o.token_ids for o in outputs]
+        assert tokens[0] == llm.generate(prompt, params)[0].token_ids
+        assert len({tuple(t) for t in tokens}) == (1 if greedy else 4)
+        assert_idle(llm.engine.stats())
+    tight = {"kv_blocks": 26, "block_size": 4, "max_model_len": 80, "swap_space": "1.0"}
+    for flags in ({"max_num_seqs": 2}, {**tight, "preemption": "swap"}, {**tight, "preemption": "recompute"}):
+        with engine(tiny_llama, **flags) as llm:
+            several = llm.generate([prompt, "Another"], params, n=4)
+            assert [o.token_ids for o in several[:4]] == tokens, flags
+            assert [o.text for o in several[:4]] == [o.text for o in outputs]
+            assert_idle(llm.engine.stats())
+
+
+def test_with_a_window_a_request_outlasts_the_pool(tmp_path: Path) -> None:
+    """200 tokens and more through 10 blocks of 4: what fell out of the window is given up, swapped or not."""
+    path = tiny_checkpoint(tmp_path / "mistral", "MistralForCausalLM", sliding_window=12)
+    prompts = [[(7 * i * i + k) % 200 + 3 for i in range(length)] for k, length in enumerate((4, 5, 4, 3, 6, 200))]
+    with engine(path, kv_blocks=512, block_size=4, prefix_cache=False) as llm:
+        expected = [o.token_ids for o in llm.generate(prompts, GREEDY)]
+        assert len({tuple(tokens) for tokens in expected}) == 6
+    tight = {"kv_blocks": 10, "block_size": 4, "max_num_batched_tokens": 9, "swap_space": "1.0"}
+    for flags in (tight, {**tight, "preemption": "recompute"}, {**tight, "prefix_cache": False, "preemption": "swap"}):
+        with engine(path, **flags) as llm:
+            for _ in range(2):
+                assert [o.token_ids for o in llm.generate(prompts, GREEDY)] == expected, flags
+            stats = llm.engine.stats()
+            assert stats.preemptions_swap + stats.preemptions_recompute > 0
+            assert_idle(stats)
+            llm.engine.kv.check_integrity()
+
+
+def test_n_has_to_be_a_number_of_outputs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="n must be at least 1"):
+        llm.generate("x", GREEDY, n=0)
 
 
 def test_streams_may_be_interleaved_and_left(llm: LLM) -> None:
@@ -141,3 +204,27 @@ def test_settings_or_flags(tiny_llama: Path) -> None:
         engine(tiny_llama, kv_blocks=10, max_model_len=200)
     with pytest.raises(ConfigError, match=r"--max-model-len 513 is over the model's limit of 512"):
         engine(tiny_llama, max_model_len=513)
+
+
+def test_priority_tenant_and_salt_of_each_prompt(tiny_llama: Path, llm: LLM) -> None:
+    alone = [output.token_ids for output in llm.generate(PROMPTS[:3], GREEDY)]
+    with engine(tiny_llama, scheduler="priority", max_num_seqs=1) as ranked:
+        outputs = ranked.generate(PROMPTS[:3], GREEDY, priority=[2, 0, 1], tenant="blue", cache_salt=["a", "b", "c"])
+        assert [output.token_ids for output in outputs] == alone
+        admitted = [output.times.admitted for output in outputs if output.times]
+        assert sorted(admitted) == [admitted[1], admitted[2], admitted[0]]
+        assert "".join(ranked.stream(PROMPTS[0], GREEDY, priority=-1)) == outputs[0].text
+        assert ranked.chat([{"role": "user", "content": "a"}], {"max_tokens": 1}, priority=4)[0].token_ids
+        with pytest.raises(ValueError):
+            ranked.generate(PROMPTS[:3], GREEDY, priority=[1, 2])
+        with pytest.raises(InvalidRequest, match="64-bit"):
+            ranked.generate(PROMPTS[0], GREEDY, priority=2**63)
+    assert_idle(llm.engine.stats())
+
+
+def test_a_priority_that_would_be_ignored_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="'fcfs', ignores it") as error:
+        llm.generate(PROMPTS[0], GREEDY, priority=1)
+    assert error.value.field == "priority"
+    with pytest.raises(InvalidRequest, match="at most 256"):
+        llm.generate(PROMPTS[0], GREEDY, tenant="a" * 257)

@@ -13,7 +13,13 @@ from random import Random
 from typing import Any, Literal
 
 import pytest
+from framework.plugins.kv.contiguous import ContiguousCache
+from framework.plugins.kv.pool import Lfu, Lru
+from framework.plugins.schedulers import FairOptions, PriorityOptions
+from framework.plugins.schedulers.fair import Fair
 from framework.plugins.schedulers.fcfs import Fcfs
+from framework.plugins.schedulers.priority import Priority
+from framework.plugins.schedulers.static import Static
 from harness import Harness, Policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +38,16 @@ class Client:
     priority: int = 0
     min_tokens: int = 0
     ends: int = 0  # how many of the 256 tokens are EOS
+    n: int = 1
+    family: int | None = None  # those of one family begin alike
+    leaves_whole: bool = True  # or only one of the n does
+
+
+def _prompt(client: Client, id: str) -> list[int]:
+    if client.family is None:
+        return [(i * 7 + sum(id.encode())) % 97 for i in range(client.prompt)]
+    shared = [(i * 5 + client.family) % 89 for i in range(client.prompt)]
+    return [*shared[:-1], sum(id.encode()) % 97] if len(shared) % 3 else shared
 
 
 @dataclass
@@ -42,10 +58,15 @@ class Scenario:
     tokens: int
     seats: int
     watermark: int
-    groups: int
+    windows: tuple[int | None, ...]
     clients: list[Client]
     failures: dict[int, Literal["before", "after"]] = field(default_factory=dict)
     seed: int = 0
+    host: int = 0
+    prefix_cache: bool = True
+    eviction: type = Lru
+    preemption: Mode | None = None
+    kv: str = "paged"
 
 
 class _Random(Policy):
@@ -112,7 +133,10 @@ class _Newest(Policy):
 POLICIES = {
     "default": lambda seed: None,
     "fcfs": lambda seed: Fcfs(),
-    "priority": lambda seed: _Ranked(lambda request: request.priority),
+    "priority": lambda seed: Priority(PriorityOptions()),
+    "aging": lambda seed: Priority(PriorityOptions(aging=0.02)),
+    "fair": lambda seed: Fair(FairOptions(weights={"tenant 1": 3.0})),
+    "static": lambda seed: Static(),
     "deadline": lambda seed: _Ranked(lambda request: request.arrival + len(request.prompt)),
     "shortest": lambda seed: _Shortest(),
     "newest": lambda seed: _Newest(),
@@ -120,6 +144,7 @@ POLICIES = {
     "holding": lambda seed: _Random(seed, holds=0.2),
     "faulty": lambda seed: _Random(seed, faults=0.15),
 }
+CACHES = {"paged": None, "contiguous": ContiguousCache}
 MAY_IDLE = ("holding", "faulty")
 
 
@@ -137,8 +162,13 @@ def play(scenario: Scenario) -> Harness:
         seats=scenario.seats,
         watermark=scenario.watermark,
         max_model_len=120,
-        windows=(None,) * scenario.groups,
+        windows=scenario.windows,
         fail=fail,
+        host_blocks=scenario.host,
+        prefix_cache=scenario.prefix_cache,
+        eviction=scenario.eviction,
+        preemption=scenario.preemption,
+        kv=CACHES[scenario.kv],
     )
     clients = {f"r{i}": client for i, client in enumerate(scenario.clients)}
     refused: set[str] = set()
@@ -149,10 +179,13 @@ def play(scenario: Scenario) -> Harness:
         for id, client in clients.items():
             if client.arrives == step:
                 params = {"min_tokens": client.min_tokens, "eos_token_ids": tuple(range(client.ends))}
-                if h.add(id, client.prompt, client.max_tokens, client.priority, **params):
+                tenant = f"tenant {client.priority}"
+                prompt = _prompt(client, id)
+                if h.add(id, prompt, client.max_tokens, client.priority, tenant, client.n, **params):
                     refused.add(id)
             if client.leaves == step:
-                h.abort(id)
+                every = [id, *(f"{id}/{k}" for k in range(1, client.n))]
+                h.abort(*(every if client.leaves_whole else every[step % client.n :][:1]))
         had_work, ended = h.engine.has_work, len(h.reasons)
         plan = h.step()
         if had_work and scenario.policy not in MAY_IDLE:
@@ -160,7 +193,7 @@ def play(scenario: Scenario) -> Harness:
         step += 1
 
     for id in h.requests:
-        client, output, reason = clients[id], h.outputs[id], h.reasons[id]
+        client, output, reason = clients[id.partition("/")[0]], h.outputs[id], h.reasons[id]
         complete = h.alone(id)
         if reason in ("abort", "error") or client.max_tokens is None:
             assert output == complete[: len(output)]
@@ -173,9 +206,11 @@ def play(scenario: Scenario) -> Harness:
     for id in refused:
         client = clients[id]
         most = client.prompt + (client.max_tokens or 1) - 1
-        assert most > scenario.blocks * scenario.block_size
+        assert most > scenario.blocks * scenario.block_size or None not in scenario.windows
     assert h.done == dict.fromkeys(h.requests, 1)
-    assert h.kv.usage().free == h.kv.available == scenario.blocks
+    usage = h.kv.usage()
+    assert usage.free + usage.cached == h.kv.available == scenario.blocks
+    assert (usage.holding, usage.reserved, usage.swapped, usage.tokens) == (0, 0, 0, 0)
     if scenario.policy not in MAY_IDLE:
         assert h.planner.forced == 0
     if scenario.policy != "faulty":
@@ -206,6 +241,9 @@ def random_scenario(rng: Random, aborts: bool) -> Scenario:
                 rng.randint(-2, 2),
                 rng.randint(0, max_tokens or 9) if rng.random() < 0.3 else 0,
                 rng.choice((0, 0, 8, 40)),
+                rng.choice((1, 1, 1, 2, 4)),
+                rng.choice((None, 1, 1, 2)),
+                rng.random() < 0.5,
             )
         )
     failures: dict[int, Literal["before", "after"]] = {}
@@ -218,10 +256,15 @@ def random_scenario(rng: Random, aborts: bool) -> Scenario:
         rng.choice((1, 3, 16, 64, 500)),
         rng.randint(1, 12),
         rng.choice((0, 0, 1, 3)),
-        rng.choice((1, 1, 2)),
+        rng.choice(((None,), (None,), (None, None), (9,), (5, 20), (None, 6))),
         clients,
         failures,
         rng.randrange(2**32),
+        rng.choice((0, 4, 16, 200)),
+        rng.random() < 0.7,
+        rng.choice((Lru, Lfu)),
+        rng.choice((None, *Mode)),
+        rng.choice(("paged", "paged", "contiguous")),
     )
 
 
@@ -236,7 +279,7 @@ def test_seeded_runs(aborts: bool) -> None:
 def test_many_seeded_runs(aborts: bool) -> None:
     preemptions = 0
     for seed in range(1000, 1400):
-        preemptions += sum(play(random_scenario(Random(seed), aborts)).planner.preemptions.values())
+        preemptions += sum(play(random_scenario(Random(seed), aborts)).planner.preemption.counts.values())
     assert preemptions > 300  # the pools are small enough to matter
 
 
@@ -255,6 +298,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         leaves=st.none() | steps if aborts else st.none(),
         priority=st.integers(-1, 1),
         ends=st.sampled_from((0, 30)),
+        n=st.integers(1, 3),
+        family=st.none() | st.just(1),
+        leaves_whole=st.booleans(),
     )
     return Scenario(
         draw(st.sampled_from(list(POLICIES))),
@@ -263,10 +309,15 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         draw(st.integers(1, 40)),
         draw(st.integers(1, 5)),
         draw(st.integers(0, 2)),
-        1,
+        draw(st.sampled_from(((None,), (6,)))),
         draw(st.lists(clients, min_size=1, max_size=8)),
         draw(st.dictionaries(st.integers(1, 40), st.sampled_from(("before", "after")), max_size=4)),
         draw(st.integers(0, 1000)),
+        draw(st.integers(0, 12)),
+        draw(st.booleans()),
+        draw(st.sampled_from((Lru, Lfu))),
+        draw(st.sampled_from((None, *Mode))),
+        draw(st.sampled_from(list(CACHES))),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ NONSENSE: dict[str, Callable[[View], Any]] = {
     "no tokens": lambda view: [Want(view.waiting[0], "all")],  # type: ignore[arg-type]
     "half a token": lambda view: [Want(view.waiting[0], 1.5)],  # type: ignore[arg-type]
     "no list": lambda view: 7,
+    "holds one back for ever": lambda view: repeat(Want(view.waiting[0], 0)),
+    "names one that ended for ever": lambda view: repeat(Want(foreign(Status.FINISHED))),
 }
 
 

@@ -84,6 +84,11 @@ def test_engine_state_is_read_at_each_scrape() -> None:
         generation_tokens=50,
         failed_steps=6,
         plugin_faults={"quota": 8},
+        kv_tokens=300,
+        swaps_exhausted=9,
+        recomputed_tokens=10,
+        prefix_hits=11,
+        prefix_hit_tokens=12,
     )
     client.alive = False
     now = scrape(http)
@@ -96,6 +101,10 @@ def test_engine_state_is_read_at_each_scrape() -> None:
     assert value(now, "preemptions_total", mode="swap") == 1
     assert value(now, "preemptions_total", mode="recompute") == 2
     assert value(now, "prompt_tokens_total") == 1000
+    assert value(now, "swaps_exhausted_total") == 9
+    assert value(now, "recomputed_tokens_total") == 10
+    assert value(now, "prefix_cache_hits_total") == 11
+    assert value(now, "prefix_cache_hit_tokens_total") == 12
     assert value(now, "generation_tokens_total") == 50
     assert value(now, "failed_steps_total") == 6
     assert value(now, "plugin_faults_total", plugin="quota") == 8
@@ -119,7 +128,11 @@ def test_engine_info_says_what_is_served() -> None:
         providers={},
         manifest={},
     )
-    samples = scrape(served(Prometheus(), Client(info=info)))
+    client = Client(info=info)
+    client.stats = EngineStats(kv_blocks=512, kv_holding=8, kv_reserved=2, kv_tokens=120)
+    info.host_blocks = 128
+    samples = scrape(served(Prometheus(), client))
+    assert value(samples, "kv_token_usage") == 0.75 and value(samples, "kv_host_blocks") == 128
     (labels,) = [dict(labels) for name, labels in samples if name == "framework_engine_info"]
     assert labels == {
         "version": __version__,

@@ -82,6 +82,7 @@ def test_usage(server: Running) -> None:
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     chunks = events(server.post("/v1/completions", prompt=prompts, stream=True, stream_options={}, **BASE))
     assert all("usage" not in chunk for chunk in chunks)

@@ -12,7 +12,7 @@ import pytest
 from framework import ConfigError
 from framework.flags import flags, with_settings
 from framework.process import spawn
-from framework.settings import Settings, parse_memory, unknown_variables
+from framework.settings import Settings, host_blocks, parse_memory, unknown_variables
 
 
 @pytest.fixture(autouse=True)
@@ -219,3 +219,17 @@ def test_bad_memory_sizes(text: str) -> None:
 def test_settings_survive_a_trip_to_another_process() -> None:
     settings = Settings.load(scheduler_opt={"a": 1}, plugin=["x"], chat_template="t.jinja", max_model_len=7)
     assert Settings(**settings.model_dump()) == settings
+
+
+@pytest.mark.parametrize(
+    ("space", "blocks"),
+    [("0", 0), ("0.0", 0), ("0.25", 25), ("1.0", 100), ("10KiB", 10), ("1023", 0), ("0.001", 0)],
+)
+def test_swap_space_in_blocks(space: str, blocks: int) -> None:
+    assert host_blocks(space, 100, 1024) == blocks
+    Settings(swap_space=space)
+
+
+def test_a_swap_space_that_is_no_size_names_the_flag() -> None:
+    with pytest.raises(ConfigError, match="--swap-space: 'much' is not a size"):
+        Settings.load(None, swap_space="much")

@@ -119,6 +119,9 @@ def private_members(folder: Path) -> set[str]:
         "settings",
         "messages",
         "testing.checking",
+        "testing.simulation",
+        "testing.schedulers",
+        "testing.caches",
     ],
 )
 def test_decisions_import_no_torch(decider: str) -> None:

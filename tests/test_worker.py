@@ -211,10 +211,32 @@ def test_copies_without_slices(driver: Driver) -> None:
     assert driver.step({}, [Copy("a", 0, "device", 1, "device", 2, 5)]).copied == (5,)
 
 
-def test_host_tier_is_refused(driver: Driver) -> None:
+def test_blocks_come_back_from_the_host(driver: Driver, reference: Reference) -> None:
+    """Out, overwritten by somebody else, and back into other blocks."""
+    driver.add("a", prompt(2 * BLOCK + 1))
+    driver.run("a", 2)
+    old = list(driver.blocks["a"])
+    out = [Copy("a", 0, "device", block, "host", slot) for slot, block in enumerate(old, 3)]
+    driver.add("b", prompt(3 * BLOCK, seed=1))
+    driver.blocks["b"], driver.free = [], [*driver.free, *old]
+    driver.step({"b": 100}, out)
+    assert set(driver.blocks["b"]) == set(old)
+    new = [driver.free.pop() for _ in old]
+    back = [Copy("a", 0, "host", slot, "device", block) for slot, block in enumerate(new, 3)]
+    plan = driver.plan({"a": 1}, back)
+    [only] = plan.slices
+    moved = Slice("a", only.start, only.tokens, (Delta(0, 0, tuple(new)),), only.samples)
+    plan = Plan(plan.step, slices=(moved,), copies=plan.copies)
+    driver.commit(plan, driver.executor.submit(plan).result())
+    driver.blocks["a"] = new
+    driver.run("a", 10)
+    assert_greedy(driver, "a", reference)
+
+
+def test_an_unknown_tier_is_refused(driver: Driver) -> None:
     driver.add("a", prompt(4))
-    with pytest.raises(RuntimeError, match="from device to host: there is no host pool"):
-        driver.step({"a": 4}, [Copy("a", 0, "device", 1, "host", 2)])
+    with pytest.raises(RuntimeError, match="from device to disk: there is no such pool"):
+        driver.step({"a": 4}, [Copy("a", 0, "device", 1, "disk", 2)])
 
 
 # Sampling

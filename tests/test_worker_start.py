@@ -17,7 +17,8 @@ def test_start_reports_what_it_found(tiny_llama: Path) -> None:
     stages: list[tuple[str, float]] = []
     executor = build(tiny_llama)
     capacity = executor.start(lambda stage, share: stages.append((stage, share)))
-    assert capacity.blocks == {"device": BLOCKS, "host": 0}
+    assert capacity.blocks == {"device": BLOCKS, "host": BLOCKS // 4}
+    assert executor.compute_rate > 0 and executor.copy_rate > 0
     group = executor.cache_spec.groups[0]
     assert capacity.block_bytes == 2 * group.layers * group.kv_heads * group.head_dim * BLOCK * 4
     assert (executor.dtype_name, executor.backend_name, executor.threads) == ("float32", "torch", 1)
@@ -55,8 +56,11 @@ def test_pool_size(tiny_llama: Path) -> None:
 def test_fraction_is_of_the_free_memory(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = build(tiny_llama).start().block_bytes
     monkeypatch.setattr("framework.machine.free_memory", lambda: 40 * size)
-    for asked, expected in (("0.25", 10), ("1", 40), (None, 12)):
-        assert build(tiny_llama, kv_blocks=None, kv_memory=asked).start().blocks["device"] == expected
+    for asked, expected in (("0.25", (10, 2)), ("1", (40, 0)), ("0.9", (36, 4)), (None, (12, 3))):
+        blocks = build(tiny_llama, kv_blocks=None, kv_memory=asked).start().blocks
+        assert (blocks["device"], blocks["host"]) == expected
+    with pytest.raises(ConfigError, match=r"--swap-space 0.25: .* are more than the .* of host memory"):
+        build(tiny_llama, kv_blocks=None, kv_memory="0.9", swap_space="0.25").start()
 
 
 def test_threads(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Helpers for people who write plugins: run any scheduler or KV cache without a model, and have every step checked.
 
-    from framework.testing import CheckingExecutor, ScriptedExecutor, PlanFault, VirtualClock
+    from framework.testing import CheckingExecutor, SchedulerConformance, Simulation, VirtualClock
 
 - `CheckingExecutor` obeys plans as a GPU worker would, but instead of keys and values it remembers, for every slot of
   every block, which tokens were written there. A step that would read anything else than the request's own context is a
@@ -8,6 +8,9 @@
   and tokens: whatever the schedule, a request's output must be the same.
 - `ScriptedExecutor` does the same and lets the prompt dictate the output (it repeats the prompt for ever), for tests of
   a server that need to know what comes.
+- `SchedulerConformance` and `KVConformance` are test classes to inherit from: with `provider = "mine"`, pytest checks
+  what any scheduler or KV cache must do.
+- `Simulation` is the engine that they run in: a scheduler and a cache over the checking executor, every step checked.
 - `VirtualClock` is time that moves only when told, for simulations.
 
 `--executor checking` and `--executor scripted` select them in a server. Nothing here imports torch.
@@ -19,6 +22,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
+    "Client": "simulation",
+    "KVConformance": "caches",
+    "SchedulerConformance": "schedulers",
+    "Simulation": "simulation",
     "CheckingExecutor": "checking",
     "PlanFault": "memory",
     "RequestFailed": "checking",
@@ -26,7 +33,18 @@ _PUBLIC = {
     "ScriptedExecutor": "scripted",
     "VirtualClock": "clock",
 }
-__all__ = ["CheckingExecutor", "PlanFault", "RequestFailed", "ScriptedExecutor", "StepFailed", "VirtualClock"]
+__all__ = [
+    "CheckingExecutor",
+    "Client",
+    "KVConformance",
+    "PlanFault",
+    "RequestFailed",
+    "SchedulerConformance",
+    "ScriptedExecutor",
+    "Simulation",
+    "StepFailed",
+    "VirtualClock",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -36,9 +54,13 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from .caches import KVConformance as KVConformance
     from .checking import CheckingExecutor as CheckingExecutor
     from .checking import RequestFailed as RequestFailed
     from .checking import StepFailed as StepFailed
     from .clock import VirtualClock as VirtualClock
     from .memory import PlanFault as PlanFault
+    from .schedulers import SchedulerConformance as SchedulerConformance
     from .scripted import ScriptedExecutor as ScriptedExecutor
+    from .simulation import Client as Client
+    from .simulation import Simulation as Simulation

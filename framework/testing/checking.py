@@ -31,6 +31,7 @@ class _Sequence:
         self.data = data
         self.tokens = list(data.tokens)
         self.tables: list[list[int]] = [[] for _ in range(groups)]
+        self.first = [0] * groups  # blocks below it fell out of the window: the table's entries mean nothing
         self.computed: int | None = None  # None: not known before the first slice (prefix hits, swap-in)
         self.prefixes: list[int] = []
 
@@ -51,7 +52,8 @@ class CheckingExecutor(Executor):
     - a request's data comes with it when it joins or returns, with the prompt, seed, parameters and output it had;
     - a slice starts where the last one ended, ends within the known tokens, and samples if and only if it reaches
       their end;
-    - deltas name blocks of the pool, leave no gap in a table, hold no block twice, and cover the slice;
+    - deltas name blocks of the pool, leave no gap in a table (but for what is out of the window), hold no block twice,
+      and cover the slice;
     - no block is written that is also in another request's table; copies (run in order) never land in one either;
     - every context position a slice reads, within the group's window, holds the keys and values of this request's own
       token prefix, in every group;
@@ -197,6 +199,7 @@ class CheckingExecutor(Executor):
             _need(id in self._live, f"{id}: planned, but it ended or its data never came")
             seen.add(id)
             self._check_slice(part, self._live[id])
+            self._pass_window(part.start, id)
             for delta in part.deltas:
                 self._apply(delta, id)
         if self._token_budget is not None:
@@ -215,15 +218,30 @@ class CheckingExecutor(Executor):
 
     def _apply(self, delta: Delta, id: str) -> None:
         _need(0 <= delta.group < len(self._owners), f"{id}: a delta for group {delta.group}, which does not exist")
-        table, owners = self._live[id].tables[delta.group], self._owners[delta.group]
+        sequence, owners = self._live[id], self._owners[delta.group]
+        table, outside = sequence.tables[delta.group], sequence.first[delta.group]
+        if len(table) < delta.first <= outside:
+            table += [-1] * (delta.first - len(table))
         _need(0 <= delta.first <= len(table), f"{id}: a delta at {delta.first} leaves a gap after {len(table)} blocks")
-        for block in table[delta.first :]:
+        for block in table[max(delta.first, outside) :]:
             owners[block].discard(id)
         table[delta.first :] = delta.blocks
-        _need(len(set(table)) == len(table), f"{id}: a block is twice in its table {table}")
-        for block in delta.blocks:
+        inside = table[outside:]
+        _need(len(set(inside)) == len(inside), f"{id}: a block is twice in its table {table}")
+        for at, block in enumerate(delta.blocks, delta.first):
             self._memory.block("device", delta.group, block)
-            owners.setdefault(block, set()).add(id)
+            if at >= outside:
+                owners.setdefault(block, set()).add(id)
+
+    def _pass_window(self, start: int, id: str) -> None:
+        """Nobody who goes on from `start` sees what lies before its window: those blocks may be given to others."""
+        sequence = self._live[id]
+        for group, spec in enumerate(self.cache_spec.groups):
+            if spec.window is not None:
+                table, first = sequence.tables[group], max(0, start - spec.window + 1) // self._memory.block_size
+                for block in table[sequence.first[group] : first]:
+                    self._owners[group][block].discard(id)
+                sequence.first[group] = max(first, sequence.first[group])
 
     def _compute(self, plan: Plan) -> None:
         for copy in plan.copies:
@@ -239,6 +257,7 @@ class CheckingExecutor(Executor):
             for group in range(len(self._owners)):
                 self._read(part, group)
             self._live[part.request_id].computed = part.start + part.tokens
+            self._pass_window(part.start + part.tokens, part.request_id)
 
     def _write(self, part: Slice, group: int) -> None:
         id, size = part.request_id, self._memory.block_size
@@ -301,8 +320,8 @@ class CheckingExecutor(Executor):
         self._lost.discard(id)
         sequence = self._live.pop(id, None)
         if sequence is not None:
-            for table, owners in zip(sequence.tables, self._owners, strict=True):
-                for block in table:
+            for table, first, owners in zip(sequence.tables, sequence.first, self._owners, strict=True):
+                for block in table[first:]:
                     owners[block].discard(id)
 
 

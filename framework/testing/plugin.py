@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, Field
 
 from ..hookspecs import hookimpl
+from ..settings import host_blocks
 from ..types import Provider
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ def _make(
     kind: type[CheckingExecutor], options: ExecutorOptions, settings: Settings, checkpoint: Checkpoint
 ) -> Executor:
     config = checkpoint.config  # the server still needs a checkpoint: for its tokenizer, and for these limits
+    blocks = settings.kv_blocks or options.blocks
     return kind(
-        settings.kv_blocks or options.blocks,
+        blocks,
         settings.block_size,
+        host_blocks=host_blocks(settings.swap_space, blocks, 2**10 * settings.block_size),
         vocab_size=config["vocab_size"],
         max_model_len=config.get("max_position_embeddings", 2048),
         token_budget=settings.max_num_batched_tokens,

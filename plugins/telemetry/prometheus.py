@@ -134,11 +134,22 @@ class _EngineCollector(Collector):
         ):
             blocks.add_metric([state], count)
         yield blocks
+        allocated = used * info.block_size if info is not None else 0
+        yield gauge(
+            "kv_token_usage",
+            "Share of the KV memory given to running requests that holds tokens, 0 to 1.",
+            stats.kv_tokens / allocated if allocated else 0.0,
+        )
+        yield gauge("kv_host_blocks", "KV blocks that the swap space has room for.", info.host_blocks if info else 0)
         preemptions = CounterMetricFamily("framework_preemptions", "Preemptions by mode.", labels=["mode"])
         preemptions.add_metric(["swap"], stats.preemptions_swap)
         preemptions.add_metric(["recompute"], stats.preemptions_recompute)
         yield preemptions
         yield counter("prompt_tokens", "Prompt tokens computed, recomputation included.", stats.prompt_tokens)
+        yield counter("recomputed_tokens", "Tokens computed, though not for the first time.", stats.recomputed_tokens)
+        yield counter("prefix_cache_hits", "Admissions that found tokens in the prefix cache.", stats.prefix_hits)
+        yield counter("prefix_cache_hit_tokens", "Tokens found in the prefix cache.", stats.prefix_hit_tokens)
+        yield counter("swaps_exhausted", "Victims recomputed for want of swap space.", stats.swaps_exhausted)
         yield counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
         yield counter("failed_steps", "Steps that raised.", stats.failed_steps)
         faults = CounterMetricFamily("framework_plugin_faults", "Exceptions of a plugin.", labels=["plugin"])

@@ -1,0 +1,161 @@
+"""Priorities, tenants and salts over HTTP: a real engine that goes by them, on two seats and a small pool."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import Running, eventually, running
+
+from framework.messages import Add
+from framework.settings import Settings
+
+LONG = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
+SHORT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[Running]:
+    settings = Settings(
+        model=str(tiny_llama),
+        scheduler="priority",
+        scheduler_opt={"aging": 0.5},
+        dtype="float32",
+        max_num_seqs=2,
+        kv_blocks=40,
+        block_size=16,
+        strict_plugins=True,
+    )
+    with running(settings) as found:
+        yield found
+
+
+def complete(server: Running, prompt: str, **body: Any) -> dict[str, Any]:
+    response = server.post("/v1/completions", prompt=prompt, **body)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def preemptions(server: Running) -> int:
+    stats = server.engine.stats
+    return stats.preemptions_swap + stats.preemptions_recompute
+
+
+def start(server: Running, pool: ThreadPoolExecutor, *prompts: str, **body: Any) -> list[Any]:
+    """Requests that run."""
+    found = [pool.submit(complete, server, prompt, **body) for prompt in prompts]
+    eventually(lambda: server.engine.stats.running == len(prompts))
+    return found
+
+
+def test_an_urgent_request_at_the_full_sequence_limit(server: Running) -> None:
+    prompts = ["Once upon a time", "The first of May"]
+    alone = [complete(server, prompt, **LONG)["text"] for prompt in prompts]
+    before = preemptions(server)
+    with ThreadPoolExecutor() as pool:
+        long = start(server, pool, *prompts, **LONG)
+        assert complete(server, "Now", priority=-1, **SHORT)["finish_reason"] == "length"
+        assert preemptions(server) == before + 1
+        assert not any(response.done() for response in long)
+        assert [response.result()["text"] for response in long] == alone
+
+
+def test_an_urgent_chat_too(server: Running) -> None:
+    before = preemptions(server)
+    with ThreadPoolExecutor() as pool:
+        long = start(server, pool, "One", "Two", **LONG)
+        messages = [{"role": "user", "content": "Now"}]
+        response = server.post("/v1/chat/completions", messages=messages, priority=-3, **SHORT)
+        assert response.status_code == 200, response.text
+        assert not any(response.done() for response in long)
+        assert [response.result()["finish_reason"] for response in long] == ["length", "length"]
+    assert preemptions(server) == before + 1
+
+
+def test_equal_priorities_never_preempt(server: Running) -> None:
+    before = preemptions(server)
+    with ThreadPoolExecutor(12) as pool:
+        found = [
+            pool.submit(complete, server, f"Number {i}", priority=3, **{**LONG, "max_tokens": 40}) for i in range(12)
+        ]
+        assert {response.result()["finish_reason"] for response in found} == {"length"}
+    assert preemptions(server) == before
+
+
+def test_a_request_larger_than_the_pool(server: Running) -> None:
+    """The pool holds 40 blocks of 16 tokens."""
+    response = server.post("/v1/completions", prompt="The", priority=-1, max_tokens=1000)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "max_tokens"
+    assert "1000" in error["message"] and "512" in error["message"]
+
+
+def test_nobody_starves_with_ageing(server: Running) -> None:
+    """Four clients keep asking for two seats; one request of a worse priority gets through while they do."""
+    over = threading.Event()
+    served = [0]
+
+    def ask() -> None:
+        while not over.is_set():
+            complete(server, "Again", **{**SHORT, "max_tokens": 20})
+            served[0] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        try:
+            eventually(lambda: served[0] > 4)
+            began = time.monotonic()
+            assert complete(server, "Later", priority=1, **SHORT)["finish_reason"] == "length"
+            assert time.monotonic() - began < 10
+        finally:
+            over.set()
+        for one in asking:
+            one.result()
+
+
+def sent(server: Running, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str] | None = None, **body: Any) -> Add:
+    """What the engine is sent for a request."""
+    seen: list[Add] = []
+    generate = server.engine.generate
+
+    def spy(adds: Any, record: Any) -> Any:
+        seen.extend(adds)
+        return generate(adds, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "generate", spy)
+        body = {"prompt": "a", "max_tokens": 1, **body}
+        response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=30)
+    assert response.status_code == 200, response.text
+    return seen[0]
+
+
+def test_what_the_engine_is_told(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = sent(server, monkeypatch, priority=-2, tenant="blue", cache_salt="s\u00e4lz", user="ann")
+    assert (add.priority, add.tenant, add.cache_salt) == (-2, "blue", "s\u00e4lz".encode())
+    add = sent(server, monkeypatch)
+    assert (add.priority, add.tenant, add.cache_salt) == (0, "", b"")
+
+
+def test_the_tenant_is_the_user_or_else_the_key(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [{"Authorization": f"Bearer sk-{i}"} for i in range(2)]
+    assert sent(server, monkeypatch, keys[0], user="ann").tenant == "ann"
+    one, again, other = (sent(server, monkeypatch, key).tenant for key in (keys[0], keys[0], keys[1]))
+    assert one == again != other and one.startswith("key-") and "sk-" not in one
+    assert sent(server, monkeypatch, {"Authorization": "Basic abc"}).tenant == ""
+
+
+def test_the_openai_client_can_say_all_of_it(server: Running) -> None:
+    extra = {"priority": 1, "tenant": "green", "cache_salt": "x"}
+    answer = server.openai.completions.create(model=server.serving.model, prompt="a", max_tokens=2, extra_body=extra)
+    assert answer.usage is not None and answer.usage.completion_tokens == 2
+    with pytest.raises(openai.BadRequestError, match="cache_salt"):
+        server.openai.completions.create(model=server.serving.model, prompt="a", extra_body={"cache_salt": "x" * 999})
