@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +289,14 @@ class TestWrongTypes:
     @pytest.mark.parametrize("model", ["x" * 5000, "a/" * 3000])
     def test_names_that_are_too_long(self, model: str) -> None:
         assert "no such file or directory (File name too long)" in self.error(model)
+
+    @pytest.mark.parametrize("variable", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:1"}])
+    def test_a_wrong_path_shows_no_traces_of_the_hub_client(self, tmp_path: Path, variable: dict[str, str]) -> None:
+        code = "from framework import LLM; LLM('wrong/path')"
+        env = {**os.environ, "HF_HOME": str(tmp_path)} | variable
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert done.stderr.count("Traceback") == 1 and "huggingface_hub" not in done.stderr
+        assert "ModelError: --model wrong/path: no such file or directory, and" in done.stderr.splitlines()[-1]
 
     def test_null_characters_and_unknown_users(self, copy: Path) -> None:
         assert self.error("a\0b") == "--model a\0b: no such file or directory"

@@ -248,7 +248,7 @@ def _read(data: np.memmap[Any, Any], info: TensorInfo, torch: Any) -> torch.Tens
         raise ModelError(f"tensor {info.name}: the gguf package cannot dequantise {info.kind.name}") from exc
     except ValueError as exc:
         raise ModelError(
-            f"tensor {info.name}: rows of {info.shape[-1:]} values are no whole blocks of {info.kind.name}"
+            f"tensor {info.name}: rows of {info.shape[-1]} values are no whole blocks of {info.kind.name}"
         ) from exc
     return torch.from_numpy(array)  # type: ignore[no-any-return]
 
