@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import msgspec
 
-from .errors import ConfigError, ModelError, one_line
+from .errors import ConfigError, ModelError, brief, one_line
 from .model import Checkpoint
 from .settings import Settings
 from .tokenizer import Tokenizer, compile_template
@@ -54,9 +57,12 @@ def resolve_model(settings: Settings) -> Path:
     """
     if settings.model is None:
         return demo_weights()
-    path = Path(settings.model).expanduser()
-    if path.exists():
-        return path
+    path = Path(os.path.expanduser(settings.model))  # Path.expanduser raises for unknown users
+    try:
+        if path.exists():
+            return path
+    except OSError as exc:
+        raise ModelError(f"--model {brief(settings.model, 80)}: no such file or directory ({exc.strerror})") from None
     if not _HUB_ID.fullmatch(settings.model) or settings.model.endswith(".gguf"):
         raise ModelError(f"--model {settings.model}: no such file or directory")
     return _download(settings.model, settings.revision)
@@ -72,13 +78,34 @@ def open_checkpoint(settings: Settings, plugins: Plugins) -> Checkpoint:
     formats = plugins.providers("checkpoint")
     for provider in formats:
         kind = plugins.create("checkpoint", provider.name)
-        try:
+        with _readable(path):
             if kind.opens(path):
                 return ConfiguredCheckpoint(kind(path), settings)
-        except OSError as exc:
-            raise ModelError(f"--model {path}: cannot read it ({exc.strerror}); check its permissions") from exc
     known = ", ".join(f"{p.name} ({p.summary})" for p in formats) or "none is installed"
     raise ModelError(f"--model {path}: no checkpoint format recognises it; formats: {known}")
+
+
+def expect(data: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> None:
+    """Check values of `data`, which come from a file, against types as msgspec understands them, such as `int | None`
+    or `Annotated[int, Meta(ge=1)]`. A key that is absent counts as null; keys that are not in `kinds` may be anything.
+
+    Raises `ModelError` naming `where` and the key of the first value that does not fit.
+    """
+    for key, kind in kinds.items():
+        value = data.get(key)
+        try:
+            msgspec.convert(value, kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            shown, what = brief(repr(value), 80), str(error)
+            raise ModelError(f"{where}: {key}: {what[0].lower()}{what[1:]} (it is {shown}); correct it") from None
+
+
+@contextmanager
+def _readable(path: Path | str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise ModelError(f"--model {path}: cannot read it ({exc.strerror}); check its permissions") from None
 
 
 class ConfiguredCheckpoint(Checkpoint):
@@ -89,6 +116,11 @@ class ConfiguredCheckpoint(Checkpoint):
         self.path = inner.path
         self._generation_config = _generation_config(inner, settings.generation_config)
         self._chat_template = _chat_template(settings.chat_template)
+        ids = {"eos_token_id": int | list[int] | None}
+        expect(self.config, ids | {"architectures": list[str] | None}, f"--model {self.path}: config.json")
+        source = settings.generation_config
+        where = f"--model {self.path}" if source == "auto" else f"--generation-config {source}"
+        expect(self._generation_config, ids, f"{where}: generation_config.json")
 
     @classmethod
     def opens(cls, path: Path) -> bool:
@@ -110,7 +142,8 @@ class ConfiguredCheckpoint(Checkpoint):
         return self.inner.num_tensors
 
     def tokenizer(self) -> Tokenizer:
-        tokenizer = self.inner.tokenizer()
+        with _readable(self.path):
+            tokenizer = self.inner.tokenizer()
         if self._chat_template is not None:
             tokenizer.chat_templates = {"default": self._chat_template}
         ends = self._generation_config.get("eos_token_id", self.config.get("eos_token_id"))
@@ -124,16 +157,16 @@ def _generation_config(inner: Checkpoint, source: str) -> dict[str, Any]:
         return inner.generation_config
     if source == "none":
         return {}
-    file = Path(source).expanduser() / "generation_config.json"
+    file = Path(os.path.expanduser(source)) / "generation_config.json"
     try:
         data = json.loads(file.read_text("utf-8"))
     except OSError as exc:
         raise ConfigError(
             f"--generation-config {source}: cannot read {file} ({exc.strerror}); "
             "use auto, none or a directory that holds generation_config.json"
-        ) from exc
-    except ValueError as exc:
-        raise ConfigError(f"--generation-config {source}: {file} is not valid JSON: {exc}") from exc
+        ) from None
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"--generation-config {source}: {file} is not valid JSON: {exc}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"--generation-config {source}: {file} must hold a JSON object")
     return data
@@ -143,14 +176,14 @@ def _chat_template(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        source = file.expanduser().read_text("utf-8")
+        source = Path(os.path.expanduser(file)).read_text("utf-8")
         compile_template(source)
     except OSError as exc:
-        raise ConfigError(f"--chat-template {file}: cannot read it ({exc.strerror}); name a Jinja file") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"--chat-template {file}: not a UTF-8 text file; name a Jinja file") from exc
+        raise ConfigError(f"--chat-template {file}: cannot read it ({exc.strerror}); name a Jinja file") from None
+    except ValueError:  # a null character in its name is one, too
+        raise ConfigError(f"--chat-template {file}: not a UTF-8 text file; name a Jinja file") from None
     except jinja2.TemplateSyntaxError as exc:
-        raise ConfigError(f"--chat-template {file}: line {exc.lineno}: {exc.message}; fix the template") from exc
+        raise ConfigError(f"--chat-template {file}: line {exc.lineno}: {exc.message}; fix the template") from None
     return source
 
 
@@ -168,26 +201,26 @@ def _download(model: str, revision: str | None) -> Path:
                 model, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORE
             )
         )
-    except errors.GatedRepoError as exc:
+    except errors.GatedRepoError:
         raise failed(
             "this hub model is gated; accept its terms on the hub and set HF_TOKEN to a token that may read it"
-        ) from exc
-    except errors.RevisionNotFoundError as exc:
-        raise failed(f"the hub model has no revision {revision!r}; correct --revision") from exc
-    except errors.RepositoryNotFoundError as exc:
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise failed(f"the hub model has no revision {revision!r}; correct --revision") from None
+    except errors.RepositoryNotFoundError:
         raise failed(
             "no such file or directory, and no such model on the hub (or a private one: set HF_TOKEN)"
-        ) from exc
+        ) from None
     except errors.LocalEntryNotFoundError as exc:
         if huggingface_hub.constants.HF_HUB_OFFLINE:
             raise failed(
                 "no such file or directory, and not (or only partly) in the hub's cache while HF_HUB_OFFLINE is set; "
                 "unset it to download"
-            ) from exc
+            ) from None
         raise failed(
             f"no such file or directory, and the hub cannot be reached ({one_line(exc.__cause__ or exc)}); "
             "check the path, or the network and HF_ENDPOINT"
-        ) from exc
+        ) from None
     except Exception as exc:  # the hub client raises its HTTP library's errors, which differ between versions
         raise failed(f"download from the hub failed: {one_line(exc)}") from exc
     if not any(folder.glob("*.safetensors")):

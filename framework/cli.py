@@ -159,9 +159,27 @@ def _show(name: Annotated[str, typer.Argument(help="Name of a provider, as `fram
         _columns([_option(option, info) for option, info in fields.items()], indent="    ")
 
 
+_LIMITS = {
+    "gt": ">",
+    "ge": ">=",
+    "lt": "<",
+    "le": "<=",
+    "multiple_of": "multiple of",
+    "min_length": "length >=",
+    "max_length": "length <=",
+    "pattern": "like",
+}
+"""How the limits of a pydantic field are shown."""
+
+
 def _option(name: str, info: FieldInfo) -> tuple[str, str, str, str]:
     kind = getattr(info.annotation, "__name__", None) if isinstance(info.annotation, type) else str(info.annotation)
-    limits = [repr(limit) for limit in info.metadata]
+    limits = [
+        f"{sign} {getattr(limit, attribute)}"
+        for limit in info.metadata
+        for attribute, sign in _LIMITS.items()
+        if getattr(limit, attribute, None) is not None
+    ]
     default = "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
     return name, " ".join([str(kind).replace("typing.", ""), *limits]), default, info.description or ""
 

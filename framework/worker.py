@@ -60,7 +60,10 @@ class TorchExecutor(Executor):
         self.device = resolve_device(settings.device)
         # Who set OMP_NUM_THREADS has a reason: other processes on the same cores, mostly.
         told = os.environ.get("OMP_NUM_THREADS", "")
-        self.threads = settings.threads or (int(told) if told.isdigit() and int(told) else machine.cpus())
+        cpus = machine.cpus()
+        self.threads = min(settings.threads or (int(told) if told.isdecimal() else 0) or cpus, 1024)
+        if self.threads > cpus:
+            self.notes = [f"{self.threads} threads on {cpus} CPUs: fewer are faster; --threads sets their number"]
         torch.set_num_threads(self.threads)
         architecture = next(iter(config.get("architectures") or ()), None)
         if architecture is None:

@@ -27,7 +27,7 @@ MAX_STOP_LENGTH = 1024
 MAX_USER = 256
 """Characters of `user`: policies and metrics use it as a key."""
 MAX_EXTRA = 64 * 2**10
-"""Bytes of `extra`: room for a grammar or a schema; each sequence carries it."""
+"""Bytes of `extra`: room for a grammar or a schema; each prompt carries it."""
 INLINE_TEXT = 4096
 """Characters that are tokenised in the event loop, in about a millisecond; longer texts go to a thread."""
 

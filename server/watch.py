@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-IDLE_SHARE = 0.002
+IDLE_SHARE = 0.001
 """CPU time per second below which a process does nothing: an engine that asks its policies every 10 ms uses more."""
 
 

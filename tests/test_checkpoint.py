@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import tiny_checkpoint
+from checkpoints import tiny_checkpoint, tiny_gguf
 from safetensors.torch import load_file
 
 from framework import Checkpoint, ConfigError, ModelError, Provider, hookimpl
@@ -188,6 +191,125 @@ class TestBroken:
     def test_broken_index(self, sharded: Path, text: str) -> None:
         (sharded / "model.safetensors.index.json").write_text(text)
         assert "model.safetensors.index.json" in self.error(sharded)
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+class TestWrongTypes:
+    """What a file says in a type that nobody expects is one line that names the file and the key."""
+
+    def error(self, path: Any) -> str:
+        with pytest.raises(ModelError) as error:
+            load(path).tokenizer()
+        text = str(error.value)
+        assert "\n" not in text and len(text) < 400
+        return text
+
+    @pytest.mark.parametrize(
+        ("file", "key", "value"),
+        [
+            ("generation_config.json", "eos_token_id", "x"),
+            ("generation_config.json", "eos_token_id", [None]),
+            ("generation_config.json", "eos_token_id", [[1]]),
+            ("generation_config.json", "eos_token_id", 1.5),
+            ("generation_config.json", "eos_token_id", True),
+            ("config.json", "eos_token_id", {}),
+            ("config.json", "architectures", "LlamaForCausalLM"),
+            ("config.json", "architectures", [5]),
+            ("tokenizer_config.json", "chat_template", 5),
+            ("tokenizer_config.json", "chat_template", [{"name": "default"}]),
+            ("tokenizer_config.json", "chat_template", ["x"]),
+            ("tokenizer_config.json", "chat_template", {"default": 5}),
+            ("tokenizer_config.json", "bos_token", 5),
+            ("tokenizer_config.json", "eos_token", ["x"]),
+            ("tokenizer_config.json", "eos_token", {"content": 5}),
+            ("tokenizer_config.json", "unk_token", {}),
+            ("tokenizer_config.json", "added_tokens_decoder", []),
+            ("tokenizer_config.json", "added_tokens_decoder", {"x": {"content": "a"}}),
+            ("tokenizer_config.json", "added_tokens_decoder", {"1": {}}),
+            ("tokenizer_config.json", "added_tokens_decoder", {"1": {"content": "a", "lstrip": "x" * 1000}}),
+        ],
+    )
+    def test_named(self, copy: Path, file: str, key: str, value: Any) -> None:
+        change(copy / file, **{key: value})
+        assert f"{file}: {key}: " in self.error(copy)
+
+    @pytest.mark.parametrize("value", [{"a": 5}, {"a": None}, 5, ["x"]])
+    def test_weight_map(self, sharded: Path, value: Any) -> None:
+        change(sharded / "model.safetensors.index.json", weight_map=value)
+        assert "model.safetensors.index.json: weight_map: expected" in self.error(sharded)
+
+    @pytest.mark.parametrize(
+        ("file", "key"),
+        [
+            ("config.json", "eos_token_id"),
+            ("generation_config.json", "eos_token_id"),
+            ("tokenizer_config.json", "chat_template"),
+            ("tokenizer_config.json", "unk_token"),
+            ("tokenizer_config.json", "added_tokens_decoder"),
+        ],
+    )
+    def test_null_means_that_there_is_none(self, copy: Path, file: str, key: str) -> None:
+        change(copy / file, **{key: None})
+        load(copy).tokenizer()
+
+    def test_another_generation_config(self, copy: Path, tmp_path: Path) -> None:
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+        with pytest.raises(ModelError) as error:
+            load(copy, generation_config=str(tmp_path))
+        assert str(error.value).startswith(f"--generation-config {tmp_path}: generation_config.json: eos_token_id:")
+
+    def test_more_layers_than_tensors_of_them(self, copy: Path, tmp_path: Path) -> None:
+        gguf = tiny_gguf(tmp_path, copy)
+        gguf.write_bytes(_with_block_count(gguf.read_bytes(), 10**9))
+        change(copy / "config.json", num_hidden_layers=10**9)
+        for path in (copy, gguf):
+            assert "num_hidden_layers is 1000000000, but there are tensors of only 3 layers" in self.error(path)
+
+    @pytest.mark.parametrize(
+        "name", ["config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer_config.json"]
+    )
+    def test_json_nested_too_deeply(self, sharded: Path, name: str) -> None:
+        (sharded / name).write_text("[" * 100_000)
+        assert f"{name}: not valid JSON" in self.error(sharded)
+
+    @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/x.jinja"])
+    def test_templates_that_are_no_text(self, copy: Path, name: str) -> None:
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_bytes(b"\xff\xfe")
+        assert f"{name}: not UTF-8 text" in self.error(copy)
+
+    def test_templates_that_cannot_be_read(self, copy: Path) -> None:
+        file = copy / "additional_chat_templates/x.jinja"
+        file.mkdir(parents=True)
+        assert "cannot read it (Is a directory)" in self.error(copy)
+
+    @pytest.mark.parametrize("model", ["x" * 5000, "a/" * 3000])
+    def test_names_that_are_too_long(self, model: str) -> None:
+        assert "no such file or directory (File name too long)" in self.error(model)
+
+    @pytest.mark.parametrize("variable", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:1"}])
+    def test_a_wrong_path_shows_no_traces_of_the_hub_client(self, tmp_path: Path, variable: dict[str, str]) -> None:
+        code = "from framework import LLM; LLM('wrong/path')"
+        env = {**os.environ, "HF_HOME": str(tmp_path)} | variable
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert done.stderr.count("Traceback") == 1 and "huggingface_hub" not in done.stderr
+        assert "ModelError: --model wrong/path: no such file or directory, and" in done.stderr.splitlines()[-1]
+
+    def test_null_characters_and_unknown_users(self, copy: Path) -> None:
+        assert self.error("a\0b") == "--model a\0b: no such file or directory"
+        assert self.error("~nobody-of-this-name/x") == "--model ~nobody-of-this-name/x: no such file or directory"
+        for setting in ({"chat_template": "a\0b"}, {"generation_config": "a\0b"}, {"chat_template": "~nobody-here/x"}):
+            with pytest.raises(ConfigError, match=r"^--(chat-template|generation-config) "):
+                load(copy, **setting)
+
+
+def _with_block_count(data: bytes, count: int) -> bytes:
+    key = b"llama.block_count" + (4).to_bytes(4, "little")  # of type uint32
+    at = data.index(key) + len(key)
+    return data[:at] + count.to_bytes(4, "little") + data[at + 4 :]
 
 
 class TestDemo:

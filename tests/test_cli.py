@@ -190,7 +190,8 @@ def test_plugins_show_prints_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Options(BaseModel):
         aging: float = Field(30.0, ge=0, description="Seconds until a request counts as one level better.")
-        tenants: list[str] = []
+        share: float = Field(0.5, gt=0, le=1)
+        tenants: list[str] = Field([], max_length=3)
         name: str
 
     provider = framework.Provider("scheduler", "mine", object, Options, summary="a test")
@@ -206,10 +207,17 @@ def test_plugins_show_prints_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0].startswith("scheduler mine (mine") and lines[1:3] == ["  a test", "  options:"]
     rows = [" ".join(line.split()) for line in lines[3:]]
     assert rows == [
-        "aging float Ge(ge=0) default 30.0 Seconds until a request counts as one level better.",
-        "tenants list[str] default []",
+        "aging float >= 0 default 30.0 Seconds until a request counts as one level better.",
+        "share float > 0 <= 1 default 0.5",
+        "tenants list[str] length <= 3 default []",
         "name str required",
     ]
+
+
+def test_every_bundled_option_is_described() -> None:
+    for provider in registry.load_plugins().providers():
+        for option, info in getattr(provider.options, "model_fields", {}).items():
+            assert info.description, f"{provider.name}: {option}"
 
 
 def test_plugins_show_without_options_and_unknown() -> None:

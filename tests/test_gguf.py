@@ -18,7 +18,7 @@ from checkpoints import tiny_checkpoint, tiny_gguf
 from safetensors.torch import load_file
 from test_tokenizer import TEXTS
 
-from framework import Checkpoint, ModelError, Tokenizer
+from framework import LLM, Checkpoint, ModelError, Tokenizer
 from framework.checkpoint import open_checkpoint
 from framework.registry import load_plugins
 from framework.settings import Settings
@@ -186,6 +186,13 @@ class TestConfig:
             ({"general.architecture": "mamba"}, "'mamba' is not supported; supported: llama, qwen2, qwen3"),
             ({"llama.expert_count": 8}, "mixture-of-experts"),
             ({"llama.block_count": None}, "lacks llama.block_count"),
+            ({"llama.block_count": "x"}, "GGUF metadata: llama.block_count: expected `int"),
+            ({"llama.attention.head_count": 0}, "GGUF metadata: llama.attention.head_count: expected `int` >= 1"),
+            ({"llama.attention.head_count": ["x"]}, "GGUF metadata: llama.attention.head_count: expected `int"),
+            ({"llama.embedding_length": "x"}, "GGUF metadata: llama.embedding_length: expected `int"),
+            ({"llama.rope.scaling.type": 5}, "GGUF metadata: llama.rope.scaling.type: expected `str"),
+            ({"split.count": "x"}, "GGUF metadata: split.count: expected `int"),
+            ({"general.alignment": "x"}, "GGUF metadata: general.alignment: expected `int"),
             ({"llama.rope.dimension_count": 8}, "partial rotary"),
             ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported"),
             ({"split.count": 3}, "--merge"),
@@ -231,6 +238,38 @@ class TestDamage:
         path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 2**60, 2**60) + struct.pack("<Q", 2**62) + bytes(64))
         with pytest.raises(ModelError, match="cut short"):
             load(path)
+
+    def test_arrays_in_arrays_without_end(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.gguf"
+        nested = struct.pack("<IQ", 9, 1) * 100_000
+        path.write_bytes(struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 1) + b"a" + struct.pack("<I", 9) + nested)
+        with pytest.raises(ModelError, match="nested too deeply"):
+            load(path)
+
+    @pytest.mark.parametrize(
+        ("name", "shape", "quant", "says"),
+        [
+            ("token_embd.weight", (), "F32", "no matrix token_embd.weight"),
+            ("blk.0.attn_q.weight", (64, 62), "F32", "model.layers.0.self_attn.q_proj.weight is"),
+            ("blk.0.attn_q.weight", (64, 68), "F32", "model.layers.0.self_attn.q_proj.weight is"),
+            ("blk.0.ffn_up.weight", (48, 2), "Q4_0", "rows of 48 values are no whole blocks of Q4_0"),
+        ],
+    )
+    def test_tensors_of_odd_shapes(
+        self, tmp_path: Path, tiny_llama_gguf: Path, name: str, shape: tuple[int, ...], quant: str, says: str
+    ) -> None:
+        data = tiny_llama_gguf.read_bytes()
+        # Of each tensor the file says: its name, the number of dimensions, these (innermost first), type, offset.
+        at = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+        (dims,) = struct.unpack_from("<I", data, at)
+        end = at + 4 + 8 * dims + 12
+        kind, offset = gguf.GGMLQuantizationType[quant].value, struct.unpack_from("<Q", data, end - 8)[0]
+        new = struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+        path = tmp_path / "odd.gguf"
+        path.write_bytes(data[:at] + new + data[end:] + bytes(64))  # some bytes more, as the odd tensor may have more
+        with pytest.raises(ModelError) as error, LLM(str(path), kv_blocks=16, dtype="float32"):
+            pass
+        assert says in str(error.value)
 
     def test_other_versions(self, tmp_path: Path, tiny_llama_gguf: Path) -> None:
         data = tiny_llama_gguf.read_bytes()

@@ -14,9 +14,10 @@ import pytest
 import torch
 import transformers
 from framework.plugins.kernels.torch_backend import TorchBackend
+from framework.plugins.models import llama as llama_module
 from framework.plugins.models.llama import Llama
 
-from framework import Batch, ModelError, ReferenceBackend
+from framework import Batch, ModelError, ReferenceBackend, Rope
 
 CPU = torch.device("cpu")
 VOCAB = 150
@@ -289,6 +290,34 @@ def test_cache_spec() -> None:
         ({"rope_scaling": "yarn"}, ["rope_scaling", "'yarn'"]),
         ({"max_position_embeddings": None}, ["max_position_embeddings", "None"]),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, ["sliding_window", "-1"]),
+        ({"architectures": "LlamaForCausalLM"}, ["architectures: expected", "'LlamaForCausalLM'"]),
+        ({"architectures": [5]}, ["architectures: expected"]),
+        ({"rms_norm_eps": "x"}, ["rms_norm_eps: expected `float`", "'x'"]),
+        ({"rms_norm_eps": None}, ["rms_norm_eps: expected `float`", "None"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps: expected `float` > 0", "nan"]),
+        ({"max_position_embeddings": 10**12}, ["max_position_embeddings: expected `int` <= 2147483647"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers: expected `int` <= 10000"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers: expected `int`", "True"]),
+        ({"tie_word_embeddings": "x"}, ["tie_word_embeddings: expected `bool", "'x'"]),
+        ({"attention_bias": 1}, ["attention_bias: expected `bool"]),
+        ({"dtype": 5}, ["dtype: expected `str"]),
+        ({"rope_theta": "x"}, ["rope_theta: expected `float"]),
+        ({"rope_parameters": 5}, ["rope_parameters: expected"]),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, ["rope_parameters.rope_type: expected"]),
+        ({"rope_parameters": {"rope_theta": [1]}}, ["rope_parameters.rope_theta: expected"]),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, ["rope_parameters.high_freq_factor", "above"]),
+        ({"rope_parameters": YARN | {"mscale": "x"}}, ["rope_parameters.mscale: expected"]),
+        ({"rope_parameters": YARN | {"factor": float("inf")}}, ["rope_parameters.factor: expected"]),
+        ({"partial_rotary_factor": "x"}, ["partial_rotary_factor: expected"]),
+        ({"original_max_position_embeddings": "x"}, ["original_max_position_embeddings: expected"]),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": "x"},
+            ["max_window_layers: expected", "'x'"],
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": [["x"]] * 3},
+            ["layer_types: expected"],
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2}}, ["rope_parameters.low_freq_factor"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
@@ -312,6 +341,36 @@ def test_reading_a_spec_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_positions_beyond_the_first_table_are_computed_when_a_request_gets_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, model = oracle("Llama")
+    expected = model(tokens(80)[None]).logits[0, -1]
+    monkeypatch.setattr(llama_module, "ROPE_POSITIONS", 8)
+    made: list[int] = []
+    table = llama_module.rope.table
+
+    def counted(config: dict[str, Any], head_dim: int, positions: int, device: torch.device) -> Rope:
+        made.append(positions)
+        return table(config, head_dim, positions, device)
+
+    monkeypatch.setattr(llama_module.rope, "table", counted)
+    for backend in (ReferenceBackend(), TorchBackend()):
+        made.clear()
+        runner = Runner(loaded(config, model, backend), backend, 1)
+        for start in range(0, 80, 10):
+            (logits,) = runner.step([(0, tokens(80)[start : start + 10])])
+        close(logits, expected)
+        assert made == [8, 16, 32, 64, 128]
+
+
+def test_a_context_longer_than_any_memory_costs_nothing() -> None:
+    config, model = oracle("Llama")
+    config["max_position_embeddings"] = 2**31 - 1
+    runner = Runner(loaded(config, model), TorchBackend(), 1)
+    close(runner.step([(0, tokens(20))])[0], model(tokens(20)[None]).logits[0, -1])
 
 
 # Loading

@@ -124,7 +124,8 @@ def test_disconnects_free_everything(server: Running, stream: bool) -> None:
         body = {"prompt": ["The"] * 20, "n": 2, "max_tokens": 300, "ignore_eos": True, "stream": stream}
         try:
             with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=0.5) as response:
-                next(response.iter_raw())
+                pieces = response.iter_raw()  # kept: its end is the connection's
+                next(pieces)
                 began.wait(10)
         except httpx.ReadTimeout:
             pass

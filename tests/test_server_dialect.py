@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from echo_engine import EchoProcess
+from framework.server import limits, schemas
 from serving import BASE, Running, completion, events, running
 
 from framework.settings import Settings
@@ -150,6 +152,18 @@ def test_null_means_default_and_unknown_fields_are_ignored(server: Running) -> N
               "presence_penalty", "stream_options", "user", "model", "min_tokens", "stop_token_ids")  # fmt: skip
     body = {**dict.fromkeys(fields), "prompt": server.ids("abc"), "future": {"x": 1}, "best_of": None}
     assert server.post("/v1/completions", **body).json()["choices"][0]["text"] == "abc"
+
+
+def test_every_field_and_limit_is_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs/http-api.md").read_text("utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert documented >= set(schemas.CompletionRequest.model_fields) | set(schemas.ChatRequest.model_fields)
+    for name in ("BIASES", "CHOICES", "MESSAGES", "SEQUENCES", "STOPS", "STOP_IDS", "STOP_LENGTH", "USER"):
+        assert re.search(rf"\b{getattr(limits, f'MAX_{name}')}\b", page), name
+    for name, shown in (("BODY", "16 MiB"), ("SENT", "32 MiB"), ("EXTRA", "64 KiB")):
+        size, unit = shown.split()
+        assert getattr(limits, f"MAX_{name}") == int(size) * {"KiB": 2**10, "MiB": 2**20}[unit] and shown in page
 
 
 def test_models_version_health(server: Running) -> None:

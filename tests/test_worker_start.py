@@ -30,6 +30,21 @@ def test_start_reports_what_it_found(tiny_llama: Path) -> None:
     assert executor.model is None
 
 
+def test_more_threads_than_cpus_are_noted(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framework.machine.cpus", lambda: 2)
+    noted = []
+    for threads, told in ((1, "9"), (2, "9"), (3, "9"), (None, ""), (None, "0"), (None, "9" * 20)):
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+        executor = build(tiny_llama, threads=threads)
+        monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+        executor.start()
+        noted.append((executor.threads, [note.split(":")[0] for note in executor.notes]))
+        executor.stop()
+    assert noted == [
+        (1, []), (2, []), (3, ["3 threads on 2 CPUs"]), (2, []), (2, []), (1024, ["1024 threads on 2 CPUs"]),
+    ]  # fmt: skip
+
+
 def test_pool_size(tiny_llama: Path) -> None:
     def blocks(**options: Any) -> int:
         executor = build(tiny_llama, **options)

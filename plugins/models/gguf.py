@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import gguf
+import msgspec
 import numpy as np
 
 from framework import Checkpoint, FrameworkError, ModelError, Tokenizer
+from framework.checkpoint import expect
 
 from .gguf_file import GGUFFile, TensorInfo
 from .gguf_tokenizer import build_tokenizer
+from .huggingface import check_layers
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +41,16 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_COUNT = Annotated[int, msgspec.Meta(ge=1)]
+_PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(_PER_LAYER, _COUNT | list[_COUNT] | None),
+    **dict.fromkeys(("embedding_length", "block_count", "context_length", "attention.key_length"), _COUNT | None),
+    **dict.fromkeys(("rope.dimension_count", "attention.sliding_window", "expert_count"), int | None),
+    **dict.fromkeys(("attention.layer_norm_rms_epsilon", "rope.freq_base"), float | None),
+    "rope.scaling.type": str | None,
+}
+"""What metadata may hold, below the name of the architecture."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
@@ -48,7 +61,8 @@ class GGUFCheckpoint(Checkpoint):
         self.path = str(path)
         self._file = GGUFFile(path)
         meta = self._file.metadata
-        if meta.get("split.count", 1) > 1:
+        expect(meta, {"split.count": int | None}, f"--model {path}: GGUF metadata")
+        if (meta.get("split.count") or 1) > 1:
             raise ModelError(
                 f"--model {path}: one of {meta['split.count']} parts; join them with `llama-gguf-split --merge`"
             )
@@ -58,6 +72,8 @@ class GGUFCheckpoint(Checkpoint):
                 f"--model {path}: GGUF architecture {self._arch!r} is not supported; supported: "
                 f"{', '.join(_ARCHITECTURES)}"
             )
+        kinds = {f"{self._arch}.{key}": kind for key, kind in _KINDS.items()}
+        expect(meta, kinds, f"--model {path}: GGUF metadata")
         self._config = self._translate()
         unknown = [name for name in self._file.tensors if name != _ROPE_FACTORS and _hf_name(name) is None]
         if unknown:
@@ -65,6 +81,8 @@ class GGUFCheckpoint(Checkpoint):
                 f"--model {path}: {len(unknown)} tensors are not of a plain {self._arch} model: "
                 f"{', '.join(unknown[:3])}"
             )
+        names = (_hf_name(name) or name for name in self._file.tensors)
+        check_layers(self._config, names, f"--model {path}: GGUF metadata")
 
     @classmethod
     def opens(cls, path: Path) -> bool:
@@ -135,8 +153,9 @@ class GGUFCheckpoint(Checkpoint):
 
         if get("expert_count"):
             raise ModelError(f"--model {self.path}: mixture-of-experts GGUF files are not supported")
-        if "token_embd.weight" not in self._file.tensors:
-            raise ModelError(f"--model {self.path}: the GGUF file has no tensor token_embd.weight")
+        embedding = self._file.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ModelError(f"--model {self.path}: the GGUF file has no matrix token_embd.weight")
         heads, hidden = need("attention.head_count"), need("embedding_length")
         head_dim = get("attention.key_length") or hidden // heads
         if get("rope.dimension_count", head_dim) != head_dim:
@@ -146,7 +165,6 @@ class GGUFCheckpoint(Checkpoint):
             )
         window = get("attention.sliding_window")
         architecture = "MistralForCausalLM" if window and arch == "llama" else _ARCHITECTURES[arch]
-        embedding = self._file.tensors["token_embd.weight"]
         config: dict[str, Any] = {
             "architectures": [architecture],
             "model_type": architecture.removesuffix("ForCausalLM").lower(),
@@ -189,7 +207,7 @@ class GGUFCheckpoint(Checkpoint):
         if kind == "none":
             return rope | {"rope_type": "default"}
         if kind == "linear":
-            return rope | {"rope_type": "linear", "factor": scaling["factor"]}
+            return rope | {"rope_type": "linear", "factor": scaling.get("factor")}
         if kind == "yarn":
             names = {
                 "factor": "factor",
@@ -228,12 +246,18 @@ def _read(data: np.memmap[Any, Any], info: TensorInfo, torch: Any) -> torch.Tens
         array = gguf.dequantize(packed.reshape(*info.shape[:-1], -1), info.kind)
     except NotImplementedError as exc:
         raise ModelError(f"tensor {info.name}: the gguf package cannot dequantise {info.kind.name}") from exc
+    except ValueError as exc:
+        raise ModelError(
+            f"tensor {info.name}: rows of {info.shape[-1]} values are no whole blocks of {info.kind.name}"
+        ) from exc
     return torch.from_numpy(array)  # type: ignore[no-any-return]
 
 
 def _interleaved_to_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """llama.cpp rotates neighbouring pairs of rows, Hugging Face a head's first half against its second."""
     rows = tensor.shape[0] // heads
+    if rows * heads != tensor.shape[0] or rows % 2:
+        return tensor  # not of the shape that the model will ask for
     return tensor.reshape(heads, rows // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 

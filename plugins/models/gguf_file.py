@@ -10,11 +10,13 @@ import math
 import mmap
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import gguf
+import msgspec
 
 from framework import ModelError
+from framework.checkpoint import expect
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -45,6 +47,8 @@ class GGUFFile:
                     self._read(_Cursor(data))
                 except (struct.error, EOFError) as exc:
                     raise ModelError(f"--model {path}: the GGUF file is cut short; download it again") from exc
+                except RecursionError:
+                    raise ModelError(f"--model {path}: damaged GGUF file: arrays nested too deeply") from None
 
     def _read(self, data: _Cursor) -> None:
         version = data.scalar("I")
@@ -57,6 +61,11 @@ class GGUFFile:
             key = data.string()
             self.metadata[key] = self._value(data, data.scalar("I"))
         entries = [self._tensor(data) for _ in range(tensors)]
+        expect(
+            self.metadata,
+            {"general.alignment": Annotated[int, msgspec.Meta(ge=0)] | None},
+            f"--model {self.path}: GGUF metadata",
+        )
         alignment = self.metadata.get("general.alignment") or 32
         start = math.ceil(data.at / alignment) * alignment
         for entry in entries:

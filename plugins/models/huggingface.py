@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from framework import Checkpoint, ModelError, Tokenizer
+from framework.checkpoint import expect
 
 if TYPE_CHECKING:
     import torch
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+class _Token(msgspec.Struct):
+    content: str
+    single_word: bool | None = None
+    lstrip: bool | None = None
+    rstrip: bool | None = None
+    normalized: bool | None = None
+    special: bool | None = None
+
+
+class _Template(msgspec.Struct):
+    name: str
+    template: str
+
+
+_TOKENIZER_CONFIG = {
+    **dict.fromkeys(_ROLES, str | _Token | None),
+    "added_tokens_decoder": dict[int, _Token] | None,
+    "chat_template": str | list[_Template] | dict[str, str] | None,
+}
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -28,6 +53,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._dir = path
         self._config = self._json("config.json")
         self._files = self._weights()
+        names = [name for some in self._files.values() for name in some]
+        check_layers(self._config, names, f"--model {path}: config.json")
 
     @classmethod
     def opens(cls, path: Path) -> bool:
@@ -64,6 +91,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             backend = Backend.from_file(str(file))
         except Exception as exc:  # tokenizers raises nothing narrower for a file that it cannot read
             raise ModelError(f"{file}: not a tokenizer.json this version can read: {exc}") from exc
+        expect(config, _TOKENIZER_CONFIG, f"--model {self.path}: tokenizer_config.json")
         special = {role: _text(config[role]) for role in _ROLES if config.get(role)}
         _add_tokens(backend, config.get("added_tokens_decoder") or {}, special)
         return Tokenizer(backend, special=special, chat_templates=self._templates(config))
@@ -74,9 +102,10 @@ class HuggingFaceCheckpoint(Checkpoint):
             given = {"default": given}
         elif isinstance(given, list):
             given = {entry["name"]: entry["template"] for entry in given}
-        named = {f.stem: f.read_text("utf-8") for f in self._dir.glob("additional_chat_templates/*.jinja")}
-        file = self._dir / "chat_template.jinja"
-        return {**given, **named, **({"default": file.read_text("utf-8")} if file.is_file() else {})}
+        files = {file.stem: file for file in self._dir.glob("additional_chat_templates/*.jinja")}
+        if (file := self._dir / "chat_template.jinja").is_file():
+            files["default"] = file
+        return given | {name: _template(file) for name, file in files.items()}
 
     def _json(self, name: str, required: bool = True) -> dict[str, Any]:
         file = self._dir / name
@@ -86,7 +115,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             return {}
         try:
             data = json.loads(file.read_text("utf-8"))
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise ModelError(f"{file}: not valid JSON ({exc}); download it again") from exc
         if not isinstance(data, dict):
             raise ModelError(f"{file}: expected a JSON object")
@@ -102,8 +131,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         """The tensors of each safetensors file, after checking that nothing is missing or cut short."""
         index = self._dir / _INDEX
         if index.is_file():
-            weight_map = self._json(_INDEX).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
+            data = self._json(_INDEX)
+            expect(data, {"weight_map": dict[str, str] | None}, str(index))
+            weight_map = data.get("weight_map")
+            if not weight_map:
                 raise ModelError(f"{index}: no weight_map; download it again")
             files = {self._dir / name: [] for name in sorted(set(weight_map.values()))}  # type: dict[Path, list[str]]
             for name, file in weight_map.items():
@@ -141,6 +172,25 @@ class HuggingFaceCheckpoint(Checkpoint):
             if not expected:
                 files[file] = names
         return files
+
+
+def check_layers(config: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Refuse a config with more layers than there are tensors of: each would be built before its tensors were missed.
+    `names` are those of Hugging Face. Raises `ModelError`."""
+    found = len({match[1] for match in map(_LAYER.match, names) if match})
+    layers = config.get("num_hidden_layers")
+    if found and isinstance(layers, int) and layers > found:
+        raise ModelError(
+            f"{where}: num_hidden_layers is {layers}, but there are tensors of only {found} layers; "
+            "download the checkpoint again"
+        )
+
+
+def _template(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as exc:
+        raise ModelError(f"{file}: not UTF-8 text ({exc}); download it again") from None
 
 
 def _text(token: Any) -> str:

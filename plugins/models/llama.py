@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from framework import CacheGroup, CacheSpec, KernelBackend, Meta, Model, ModelError, ModelSpec
+import msgspec
+
+from framework import CacheGroup, CacheSpec, KernelBackend, Meta, Model, ModelError, ModelSpec, Rope
+from framework.checkpoint import expect
 
 from . import rope
 
@@ -27,15 +30,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
 """Served architectures, and what a key that their config omits means. An explicit null is not an omission."""
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
+_SIZE = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(_SIZES, _SIZE),
+    "num_hidden_layers": Annotated[int, msgspec.Meta(ge=1, le=10_000)],  # some memory each, before a tensor is read
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), _SIZE | None),
+    "rms_norm_eps": Annotated[float, msgspec.Meta(gt=0, le=1)],
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), bool | None),
+    **dict.fromkeys(("dtype", "torch_dtype"), str | None),
+    "max_window_layers": int | None,
+    "layer_types": list[str] | None,
+}
+"""What the keys of a config may hold; those of rotary embeddings are in rope.py."""
+ROPE_POSITIONS = 2**17
+"""So many have their rotations computed at the start, more once a request gets there: some configs claim contexts
+whose table is larger than the KV pool, which nobody will fill."""
 HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensor names that old checkpoints carry and nobody needs."""
 
@@ -73,16 +83,15 @@ class Llama(Model):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        expect(config, {"architectures": list[str] | None}, "config.json")
         named = config.get("architectures") or []
         architecture = next((name for name in named if name in DEFAULTS), None)
         if architecture is None:
             raise ModelError(
                 f"config.json: architectures {named} is not supported; supported: {', '.join(cls.architectures)}"
             )
-        config = DEFAULTS[architecture] | config
-        for key in SIZES + tuple(key for key in OPTIONAL_SIZES if config.get(key) is not None):
-            if type(config.get(key)) is not int or config[key] < 1:
-                raise ModelError(f"config.json: {key} must be a positive integer, got {config.get(key)!r}")
+        config = {"rms_norm_eps": 1e-6} | DEFAULTS[architecture] | config
+        expect(config, KINDS, "config.json")
         if config.get("quantization_config"):
             raise ModelError("config.json: quantization_config is not supported; use an unquantized checkpoint or GGUF")
         if config.get("hidden_act", "silu") != "silu":
@@ -112,14 +121,14 @@ class Llama(Model):
 
     def __init__(self, spec: ModelSpec, backend: KernelBackend, dtype: torch.dtype, device: torch.device) -> None:
         self._spec, self._backend, self._dtype, self._device = spec, backend, dtype, device
-        self._eps = float(spec.config.get("rms_norm_eps", 1e-6))
+        self._eps = float(spec.config["rms_norm_eps"])
         self._sizes = (
             spec.heads * spec.head_dim,
             spec.kv_heads * spec.head_dim,
             spec.kv_heads * spec.head_dim,
         )
         self._scale = spec.head_dim**-0.5
-        self._rope = rope.table(spec.config, spec.head_dim, spec.max_model_len, device)
+        self._rope = self._positions(min(spec.max_model_len, ROPE_POSITIONS))
         self._layers = [Layer(window) for window in spec.windows]
         self._embed: Any = None
         self._norm: Any = None
@@ -232,6 +241,10 @@ class Llama(Model):
             projection(layer, "down", "linear", inner, {f"{mlp}.down_proj": hidden}, mlp_bias)
         return targets
 
+    def _positions(self, count: int) -> Rope:
+        spec = self._spec
+        return rope.table(spec.config, spec.head_dim, count, self._device)
+
     def cache_spec(self, block_size: int) -> CacheSpec:
         spec = self._spec
         # One block table for all layers; the pool may forget what lies behind a window only if all layers have it.
@@ -241,6 +254,8 @@ class Llama(Model):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta) -> torch.Tensor:
         ops, eps, head_dim = self._backend, self._eps, self._spec.head_dim
+        if meta.max_seq > (known := self._rope.cos.shape[0]):
+            self._rope = self._positions(min(self._spec.max_model_len, max(meta.max_seq, 2 * known)))
         x, residual = ops.embed(tokens, self._embed), None
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual = ops.add_rmsnorm(x, residual, layer.input_norm, eps)
@@ -272,7 +287,7 @@ def _windows(architecture: str, config: dict[str, Any], layers: int) -> tuple[in
     window = config.get("sliding_window", 4096)
     types = config.get("layer_types")
     if types is None:
-        first = config.get("max_window_layers", 28)
+        first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     unknown = set(types) - {"sliding_attention", "full_attention"}
     if unknown or len(types) != layers:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from framework import ModelError, Rope
+from framework.checkpoint import expect
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +21,21 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "yarn": (),
 }
 """Served types and the keys that they need."""
-NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+_NUMBER = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+_IN_CONFIG: dict[str, Any] = {
+    "rope_theta": Annotated[float, msgspec.Meta(gt=1, le=1e15)] | None,
+    "original_max_position_embeddings": Annotated[float, msgspec.Meta(gt=0, le=2**31 - 1)] | None,
+    "partial_rotary_factor": float | None,
+}
+KINDS: dict[str, Any] = {
+    **_IN_CONFIG,
+    **dict.fromkeys(("rope_type", "type"), str | None),
+    **dict.fromkeys(_NUMBERS, _NUMBER | None),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None),
+    "truncate": bool | None,
+}
+"""What the rope settings may hold."""
 
 
 def parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -26,17 +43,17 @@ def parameters(config: dict[str, Any]) -> dict[str, Any]:
     type, original_max_position_embeddings and factor. Raises `ModelError` naming the key that cannot be served.
     """
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    if not isinstance(config.get(key) or {}, dict):
-        raise ModelError(f"config.json: {key} must be an object or null, got {config[key]!r}")
+    expect(config, _IN_CONFIG | {key: dict[str, Any] | None}, "config.json")
     rope = dict(config.get(key) or {})
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(f"config.json: {key} that differs between layers is not supported")
+    _expect(rope, KINDS, key)
     kind = rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in REQUIRED:
         raise ModelError(f"config.json: {key}.rope_type {kind!r} is not supported; supported: {', '.join(REQUIRED)}")
-    for name in (*REQUIRED[kind], *(name for name in NUMBERS if rope.get(name) is not None)):
-        if not isinstance(rope.get(name), int | float) or rope[name] <= 0:
-            raise ModelError(f"config.json: {key}.{name} must be a number above 0, got {rope.get(name)!r}")
+    _expect(rope, dict.fromkeys(REQUIRED[kind], _NUMBER), key)
+    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise ModelError(f"config.json: {key}.high_freq_factor must be above low_freq_factor")
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ModelError(f"config.json: partial_rotary_factor {partial} is not supported (only 1.0)")
@@ -46,6 +63,14 @@ def parameters(config: dict[str, Any]) -> dict[str, Any]:
     rope["original_max_position_embeddings"] = original
     rope["factor"] = rope.get("factor") or limit / original
     return rope
+
+
+def _expect(rope: dict[str, Any], kinds: dict[str, Any], key: str) -> None:
+    expect(
+        {f"{key}.{name}": value for name, value in rope.items()},
+        {f"{key}.{name}": kind for name, kind in kinds.items()},
+        "config.json",
+    )
 
 
 def max_length(config: dict[str, Any]) -> int:

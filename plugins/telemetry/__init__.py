@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,8 +21,9 @@ class OtelOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    step_sampling: Annotated[int, Field(ge=0)] = 100
-    """Trace every n-th step of the engine; 0: none. Requests are always traced."""
+    step_sampling: int = Field(
+        100, ge=0, description="Trace every n-th step of the engine; 0: none. Requests are always traced."
+    )
 
 
 @hookimpl
