@@ -140,11 +140,12 @@ class Planner:
                 upto = request.computed + count
                 reservation = kv.reserve(request, upto)
                 if reservation is None:
-                    if not self._preempt(ranking, request, upto, started):
+                    fell = self._preempt(ranking, request, upto, started)
+                    closed = closed or fell
+                    reservation = kv.reserve(request, upto if fell else request.computed + 1)  # or what its blocks hold
+                    if reservation is None:
+                        assert not fell, "the KV cache said that the blocks fit"
                         continue
-                    closed = True
-                    reservation = kv.reserve(request, upto)
-                    assert reservation is not None, "the KV cache said that the blocks fit"
                 deltas = reservation.deltas
                 count = min(count, reservation.length - request.computed)
                 if request in self._unsent:

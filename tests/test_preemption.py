@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from framework.plugins.kv.paged import PagedCache
-from harness import Harness, Policy, ids, started, tokens
+from harness import Harness, Policy, ids, ranked, started, tokens
 
 from framework import Mode, Victim
 from framework.preemption import Costs
@@ -282,3 +282,43 @@ def test_preparing_a_request_is_part_of_its_arrival(monkeypatch: pytest.MonkeyPa
     assert prepared == ["a"]
     h.run()
     assert prepared == ["a"] and ids(h.executor.plans[0]) == ["a"]
+
+
+def test_a_chunk_that_the_pool_cannot_hold_is_cut_to_the_blocks_that_there_are() -> None:
+    """With a window the pool may be smaller than a request: it resumes 20 tokens long, in 17 blocks."""
+    policy = Policy()
+    h = Harness(
+        policy,
+        blocks=17,
+        block_size=1,
+        tokens=16,
+        windows=(9,),
+        prefix_cache=False,
+        fail=lambda plan: "before" if plan.step == 5 else None,
+    )
+    h.add("a", 16, None)
+    for _ in range(5):
+        h.step()
+    assert h["a"].num_tokens > 17 and not h.running
+    policy.rank = ranked(h, ("a", 2))
+    h.step()
+    policy.rank = lambda view: None
+    plan = h.step()
+    assert plan is not None and [s.tokens for s in plan.slices] == [14]
+    h.run()
+    assert h.planner.forced == 0
+    assert h.outputs["a"] == h.alone("a")[: len(h.outputs["a"])]
+
+
+def test_forks_that_fail_run_alone_until_it_is_known_who_is_at_fault() -> None:
+    """Failing steps, n and preemption together: only who fails alone is ended, the others end as they would have."""
+    culprit = "a/1"
+    h = Harness(
+        blocks=64, seats=6, fail=lambda plan: "after" if any(s.request_id == culprit for s in plan.slices) else None
+    )
+    h.add("a", 6, 4, n=3)
+    h.add("b", 5, 4)
+    h.run()
+    assert h.reasons[culprit] == "error"
+    assert {id for id, reason in h.reasons.items() if reason == "error"} == {culprit}
+    assert {id: h.outputs[id] for id in ("a", "a/2", "b")} == {id: h.alone(id) for id in ("a", "a/2", "b")}
