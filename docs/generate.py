@@ -23,7 +23,8 @@ _INTRODUCTION = """\
 ## Settings
 
 Every setting below is a flag of `framework serve` and `framework generate` (which has no use for the groups
-*Server* and *Tracing*), an environment variable and a key of the YAML file that `--config FILE` (or `FRAMEWORK_CONFIG`) names.
+*Server* and *Tracing*), an environment variable and a key of the YAML file that `--config FILE` (or
+`FRAMEWORK_CONFIG`) names.
 Flags win over variables, variables over the file, the file over the defaults. The three spellings of one setting:
 
     framework serve --max-num-seqs 64 --scheduler-opt aging=30 --plugin quota

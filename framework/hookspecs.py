@@ -1,7 +1,8 @@
 """Every hook of the framework: when it is called, in which process, with what, what it returns, what it costs.
 
 A plugin implements hooks with `@hookimpl` and names only the arguments that it wants. Names carry no prefix. An
-argument added later breaks nobody; a changed meaning is a new hook. Per-step hooks are free (about 1 µs each).
+argument added later breaks nobody; a changed meaning is a new hook. Per-step hooks are free (about 1 µs each, see
+docs/performance.md).
 
 Kinds: *collect*: every implementation is called; *first result*: the first that returns something other than None
 wins; *event*: every implementation is called, nothing is returned.

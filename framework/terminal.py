@@ -122,8 +122,8 @@ def curl(model: str, url: str, chat: bool) -> str:
     """A first request, quoted for a POSIX shell."""
     ask: dict[str, object]
     if chat:
-        route, ask = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is a llama?"}]}
+        route, ask = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is photosynthesis?"}]}
     else:
-        route, ask = "/v1/completions", {"prompt": "A llama is"}
-    body = json.dumps({"model": model, **ask, "max_tokens": 64})
+        route, ask = "/v1/completions", {"prompt": "Photosynthesis is"}
+    body = json.dumps({"model": model, **ask, "max_tokens": 64, "temperature": 0})
     return f"curl {shlex.quote(url + route)} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

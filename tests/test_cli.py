@@ -375,6 +375,21 @@ def test_the_curl_line_survives_a_shell(chat: bool) -> None:
     assert body["model"] == INFO.model and ("messages" in body) is chat
 
 
+@pytest.mark.slow
+def test_the_first_answer_makes_sense(demo_model: Path) -> None:
+    """What a newcomer gets for the line in the banner, and for the README's: they ask the same."""
+    with framework.LLM(str(demo_model), kv_blocks=64) as llm:
+        for chat, word in ((True, "light"), (False, "plants")):
+            words = shlex.split(curl("demo", "http://127.0.0.1:8000", chat))
+            body = json.loads(words[words.index("-d") + 1])
+            params = {"max_tokens": body["max_tokens"], "temperature": float(body["temperature"])}
+            prompt = body["messages"] if chat else body["prompt"]
+            (output,) = llm.chat(prompt, params) if chat else llm.generate(prompt, params)
+            assert word in output.text, output.text
+            question = prompt[0]["content"] if chat else prompt
+            assert question in (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+
+
 def test_progress_without_a_terminal_is_a_line_per_stage(capsys: pytest.CaptureFixture[str]) -> None:
     with TerminalUI() as ui:
         for step in range(5):

@@ -294,6 +294,7 @@ def test_a_chunk_that_the_pool_cannot_hold_is_cut_to_the_blocks_that_there_are()
         tokens=16,
         windows=(9,),
         prefix_cache=False,
+        max_model_len=40,
         fail=lambda plan: "before" if plan.step == 5 else None,
     )
     h.add("a", 16, None)
