@@ -40,8 +40,7 @@ class Planner:
         self.forced = 0  # steps that the core ranked because the policy made no progress
         self.stages: list[tuple[str, int, int]] = []  # of the current plan
         self._ns = ns
-        self._step = 0
-        self._stalled = 0
+        self._step = self._stalled = 0
         self._granted: list[tuple[Request, Slice]] = []
         self._fallen = self.preemption.fallen
         self._submitted: dict[int, tuple[list[tuple[Request, Slice]], dict[Request, Mode]]] = {}  # both, by step
@@ -140,11 +139,12 @@ class Planner:
                 upto = request.computed + count
                 reservation = kv.reserve(request, upto)
                 if reservation is None:
-                    fell = self._preempt(ranking, request, upto, started)
-                    closed = closed or fell
-                    reservation = kv.reserve(request, upto if fell else request.computed + 1)  # or what its blocks hold
+                    least = request.computed + 1  # with a window, all that it knows may be more than the pool holds
+                    if not self._preempt(ranking, request, upto, started) and upto > least:
+                        self._preempt(ranking, request, least, started)
+                    closed = closed or bool(self._fallen)
+                    reservation = kv.reserve(request, upto) or kv.reserve(request, least)
                     if reservation is None:
-                        assert not fell, "the KV cache said that the blocks fit"
                         continue
                 deltas = reservation.deltas
                 count = min(count, reservation.length - request.computed)

@@ -283,6 +283,12 @@ def test_many_seeded_runs(aborts: bool) -> None:
     assert preemptions > 300  # the pools are small enough to matter
 
 
+def test_who_knows_more_than_the_pool_holds_evicts_for_one_token() -> None:
+    """Found by `test_any_small_run`: 7 known tokens, 6 blocks, and somebody else in the last of them."""
+    clients = [*(Client(1, None) for _ in range(7)), Client(1, None, priority=1)]
+    play(Scenario("fair", 6, 1, 4, 2, 0, (6,), clients, {7: "before"}, prefix_cache=False))
+
+
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
     """Small ones, which hypothesis can shrink to the few numbers that matter."""
