@@ -55,7 +55,7 @@ def test_soak(block_size: int, aborts: bool) -> None:
             n = rng.choice((1, 1, 1, 1, 2, 3))
             longest = 20 * block_size - len(prompt)
             max_tokens = rng.choice((1, rng.randint(1, 2 * block_size), rng.randint(1, longest)))
-            assert h.add(f"r{count}", prompt, max_tokens, rng.randint(-3, 3), n) is None
+            assert h.add(f"r{count}", prompt, max_tokens, rng.randint(-3, 3), n=n) is None
             count += n
         if aborts and rng.random() < 0.1:
             h.abort(rng.choice(list(h.engine.requests)))
