@@ -226,18 +226,18 @@ class Planner:
 
         Sets `finish_reason` of requests that are complete; the caller removes them, and those in `result.errors`.
         """
-        publish = self.kv.publish
-        tokens_of = result.tokens
+        publish, tokens_of = self.kv.publish, result.tokens
         produced: list[tuple[Request, int, tuple[int, ...]]] = []
         for request, part in self._submitted.pop(plan.step)[0]:
             if request.status is Status.FINISHED:  # aborted while its step was running
                 continue
-            request.computed = end = part.start + part.tokens
-            if part.start < len(request.prompt):
-                self.prompt_tokens += min(end, len(request.prompt)) - part.start
-            if part.start < request.reached:
-                self.recomputed_tokens += min(end, request.reached) - part.start
-            request.reached = max(request.reached, end)
+            request.computed = end = (start := part.start) + part.tokens
+            if start < len(request.prompt):
+                self.prompt_tokens += min(end, len(request.prompt)) - start
+            if start < request.reached:
+                self.recomputed_tokens += min(end, request.reached) - start
+            if end > request.reached:
+                request.reached = end
             tokens = tokens_of.get(part.request_id)
             if tokens and request.children:
                 self._fork(request)
