@@ -119,12 +119,13 @@ def prepare_environment() -> None:
     """Set what native libraries read from the environment, unless it is set already. Only works before torch is
     imported.
 
-    - OpenMP threads that wait for one another sleep instead of spin. Spinning wins microseconds on cores that nobody
-      else wants; beside one other busy process it costs a factor of ten, since who waits keeps off the one waited for.
+    - OpenMP threads that wait for one another spin only briefly before they sleep. With libgomp's default, one other
+      busy process costs a factor of ten, since who waits keeps off the one waited for; without any spinning, a
+      machine of our own loses a third. docs/performance.md has the figures.
     - oneDNN keeps a compiled kernel for each shape it has seen, and a ragged batch has ever new ones: with its default
       capacities a process grows by hundreds of MB.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
-        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ["GOMP_SPINCOUNT"] = "1000"
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
