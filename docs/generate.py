@@ -27,13 +27,13 @@ Every setting below is a flag of `framework serve` and `framework generate` (whi
 `FRAMEWORK_CONFIG`) names.
 Flags win over variables, variables over the file, the file over the defaults. The three spellings of one setting:
 
-    framework serve --max-num-seqs 64 --scheduler-opt aging=30 --plugin quota
-    FRAMEWORK_MAX_NUM_SEQS=64 FRAMEWORK_SCHEDULER_OPT='{{"aging": 30}}' FRAMEWORK_PLUGIN='["quota"]' framework serve
+    framework serve --max-num-seqs 64 --scheduler priority --scheduler-opt aging=30
+    FRAMEWORK_MAX_NUM_SEQS=64 FRAMEWORK_SCHEDULER=priority FRAMEWORK_SCHEDULER_OPT='{{"aging": 30}}' framework serve
 
     # settings.yaml
     max_num_seqs: 64
+    scheduler: priority
     scheduler_opt: {{aging: 30}}
-    plugin: [quota]
 
 Options of providers (`--scheduler-opt`, `--kv-opt`, ...) merge key by key, in the same order of precedence;
 `framework plugins show NAME` lists those of a provider. Values after `key=` are read as YAML: numbers, `true`, text.
