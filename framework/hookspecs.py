@@ -36,7 +36,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class Hooks:
-    """The specifications. Never instantiated."""
+    """The specifications. Never instantiated; pluggy reads signatures only, so each body just says that it is none."""
 
     @hookspec
     def providers(self) -> Iterable[Provider]:

@@ -56,11 +56,6 @@ class Usage(NamedTuple):
     def total(self) -> int:
         return self.holding + self.reserved + self.cached + self.free
 
-    @property
-    def used(self) -> float:
-        """Share of the pool that running requests own: 0..1. What can be reclaimed counts as free."""
-        return (self.holding + self.reserved) / self.total if self.total else 0.0
-
 
 class Reservation(NamedTuple):
     """`start`: tokens already in the cache after prefix hits or swap-in; `length`: tokens now covered by blocks."""

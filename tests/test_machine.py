@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,3 +110,23 @@ def test_size() -> None:
     assert [machine.size(n) for n in (0, 1000, 1536, 3 * 2**20, 2.5 * GIB, 2**50)] == [
         *("0 bytes", "1000 bytes", "1.5 KiB", "3.0 MiB", "2.5 GiB", "1024.0 TiB")
     ]
+
+
+@pytest.mark.parametrize("given", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_the_environment_is_prepared_but_not_overruled(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    for name in (*names, "LRU_CACHE_CAPACITY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    if given:
+        monkeypatch.setenv(given, "mine")
+    machine.prepare_environment()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7" and os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
+    chosen = {name: os.environ[name] for name in names[:3] if name in os.environ}
+    assert chosen == ({given: "mine"} if given else {"GOMP_SPINCOUNT": "1000"})
+
+
+@pytest.mark.parametrize("module", ["framework.process", "framework.llm"])
+def test_the_environment_can_be_prepared_before_torch_reads_it(module: str) -> None:
+    check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
