@@ -92,6 +92,7 @@ class Defaults:
             backend: KernelBackend = self._plugins.create("kernel", name, settings.kernel_opt, **context)
             reason = _unsupported(backend, settings, spec, dtype, device)
             if reason is None:
+                backend.declined = tuple(reasons)
                 return backend
             reasons.append(f"{name}: {reason}")
         raise ConfigError(f"--kernel {settings.kernel}: no backend can serve this model here ({'; '.join(reasons)})")

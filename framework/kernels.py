@@ -101,6 +101,8 @@ class KernelBackend(ABC):
     """Block sizes it can serve; empty: any."""
     graphs: Literal["none", "decode", "full"] = "none"
     """Which steps it can run as captured graphs."""
+    declined: tuple[str, ...] = ()
+    """Why `--kernel auto` did not take those asked before this one, "name: reason" each."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -62,8 +62,9 @@ class TorchExecutor(Executor):
         told = os.environ.get("OMP_NUM_THREADS", "")
         cpus = machine.cpus()
         self.threads = min(settings.threads or (int(told) if told.isdecimal() else 0) or cpus, 1024)
+        self.notes: list[str] = []
         if self.threads > cpus:
-            self.notes = [f"{self.threads} threads on {cpus} CPUs: fewer are faster; --threads sets their number"]
+            self.notes += [f"{self.threads} threads on {cpus} CPUs: fewer are faster; --threads sets their number"]
         torch.set_num_threads(self.threads)
         architecture = next(iter(config.get("architectures") or ()), None)
         if architecture is None:
@@ -74,6 +75,7 @@ class TorchExecutor(Executor):
         call, known = self.plugins.call, {"dtype": dtype, "device": self.device}
         self.backend = call("kernel_backend", KernelBackend, settings=settings, spec=self.spec, **known)
         self.backend_name = self.backend.name
+        self.notes += [f"--kernel auto passed over {reason}" for reason in self.backend.declined]
         self.model = call("model", Model, settings=settings, spec=self.spec, backend=self.backend, **known)
         assert self.model is not None
         loaded, total = itertools.count(1), max(1, self.checkpoint.num_tensors)

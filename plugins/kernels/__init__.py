@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from framework import KernelBackend, Provider, hookimpl
 
+from .cpu import CpuOptions
+
+
+def _cpu(options: CpuOptions) -> KernelBackend:
+    from .cpu.backend import CpuBackend
+
+    return CpuBackend(options)
+
 
 def _torch() -> KernelBackend:
     from .torch_backend import TorchBackend
@@ -13,4 +21,8 @@ def _torch() -> KernelBackend:
 
 @hookimpl
 def providers() -> list[Provider]:
-    return [Provider("kernel", "torch", _torch, summary="plain torch on any device; oneDNN weights on CPU")]
+    """In the order in which `--kernel auto` asks them."""
+    return [
+        Provider("kernel", "cpu", _cpu, CpuOptions, summary="C++ compiled for this CPU; float32 and bfloat16"),
+        Provider("kernel", "torch", _torch, summary="plain torch on any device; oneDNN weights on CPU"),
+    ]

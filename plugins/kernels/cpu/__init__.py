@@ -1,0 +1,13 @@
+"""`--kernel cpu`: operations in C++, compiled on this machine for this machine. docs/kernels.md describes them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class CpuOptions(BaseModel):
+    isa: Literal["auto", "avx512_bf16", "avx512", "avx2", "portable"] = Field(
+        "auto", description="Instruction set; auto: the best that the CPU has."
+    )

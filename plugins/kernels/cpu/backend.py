@@ -1,0 +1,167 @@
+"""The `cpu` backend: torch on the outside, the operations of csrc/ inside.
+
+It owns the layout of weights and of cache pages, both made of words of 32 bits, 16 columns side by side (csrc/dot.h,
+docs/kernels.md). What attention needs to know of a batch is worked out once per step.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from framework import CacheGroup, Meta, ReferenceBackend, Rope, Support
+from framework.log import get_logger
+
+from . import CpuOptions
+from .build import BuildError, load
+
+PAGE = 16
+"""Tokens of a page; a block is one or several."""
+
+
+class PackedLinear(NamedTuple):
+    """words: [rows / 16, columns / per, 16, per] in the weight's type, `per` values to 32 bits."""
+
+    words: torch.Tensor
+    rows: int
+    bias: torch.Tensor | None
+
+
+class PackedPages(NamedTuple):
+    """One layer's cache. keys, values: [blocks, kv_heads, block_size / 16, 16 * padded head_dim], see csrc/kernels.h."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class CpuMeta(Meta):
+    """Adds how attention is cut into tasks: by (group, heads, kv heads, window), filled in by the first layer that
+    needs it."""
+
+    def __init__(self) -> None:
+        self.plans: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+class CpuBackend(ReferenceBackend):
+    """float32 and bfloat16 on a CPU. `isa` names the instruction set to use; more than one may be in use at once."""
+
+    name = "cpu"
+    dtypes = (torch.float32, torch.bfloat16)
+    block_sizes = tuple(range(PAGE, 257, PAGE))
+    meta_type = CpuMeta
+
+    def __init__(self, options: CpuOptions | None = None) -> None:
+        self._wanted = (options or CpuOptions()).isa
+
+    def supports(
+        self, op: str, dtype: torch.dtype, device: torch.device, *, head_dim: int = 64, window: int | None = None
+    ) -> Support:
+        if device.type != "cpu":
+            return Support(False, f"it computes on the CPU, not on {device.type}")
+        known = super().supports(op, dtype, device, head_dim=head_dim, window=window)
+        if not known.ok:
+            return known
+        try:
+            self._load()
+        except BuildError as error:
+            return Support(False, str(error))
+        return Support(True)
+
+    def _load(self) -> None:
+        """Bind the operations. Raises `BuildError`."""
+        names = _isas()
+        if self._wanted not in ("auto", *names):
+            raise BuildError(f"isa {self._wanted}: this CPU has {', '.join(names)}")
+        self._isa = 0 if self._wanted == "auto" else names.index(self._wanted)
+        ops = torch.ops.framework_cpu
+        self._linear, self._qkv, self._rmsnorm = ops.linear.default, ops.qkv.default, ops.rmsnorm.default
+        self._silu_mul, self._rope_store = ops.silu_mul.default, ops.rope_store.default
+        self._plan, self._attention = ops.plan.default, ops.attention.default
+
+    def __getattr__(self, name: str) -> Any:
+        # The first use of an operation; who asks `supports` before has them bound by then.
+        if not name.startswith("_") or "_isa" in self.__dict__:
+            raise AttributeError(name)
+        self._load()
+        return getattr(self, name)
+
+    # Weights
+
+    def pack(self, op: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        if op == "embed":
+            return weight
+        isa = self._isa
+        return PackedLinear(torch.ops.framework_cpu.pack(weight, isa), weight.shape[0], bias)
+
+    def linear(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        y: torch.Tensor = self._linear(x, weight.words, weight.rows, weight.bias, self._isa)
+        return y
+
+    gate_up = logits = linear
+
+    def qkv(self, x: torch.Tensor, weight: Any, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+        parts: tuple[torch.Tensor, ...] = self._qkv(
+            x, weight.words, weight.rows, weight.bias, sizes[0], sizes[1], self._isa
+        )
+        return parts
+
+    # Element-wise
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._silu_mul(x, self._isa)
+        return y
+
+    def add_rmsnorm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return self._rmsnorm(x, None, weight, eps, self._isa), x
+        residual = residual.contiguous()
+        return self._rmsnorm(x, residual, weight, eps, self._isa), residual
+
+    # Cache
+
+    @staticmethod
+    def _page(group: CacheGroup, block_size: int) -> tuple[int, int, int]:
+        """Shape of a block's keys, and of its values: heads are padded to a multiple of 16."""
+        return group.kv_heads, block_size // PAGE, PAGE * (-(-group.head_dim // PAGE) * PAGE)
+
+    def allocate(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return [PackedPages(*pages) for pages in super().allocate(*args, **kwargs)]
+
+    block_bytes = ReferenceBackend.block_bytes
+    copy_blocks = ReferenceBackend.copy_blocks
+
+    def rope_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        rope: Rope,
+        cache: Any,
+        group: int,
+        meta: Meta,
+    ) -> torch.Tensor:
+        self._rope_store(q, k, v, positions, rope.cos, rope.sin, meta.slots[group], *cache, self._isa)
+        return q
+
+    def attention(
+        self, q: torch.Tensor, cache: Any, group: int, meta: Meta, scale: float, window: int | None
+    ) -> torch.Tensor:
+        assert isinstance(meta, CpuMeta)
+        key = group, q.shape[1], cache.keys.shape[1], window or 0
+        plan = meta.plans.get(key)
+        if plan is None:
+            plan = meta.plans[key] = self._plan(meta.cu_lens, meta.seq_lens, *key[1:])
+        y: torch.Tensor = self._attention(
+            q, *cache, meta.tables[group], meta.cu_lens, meta.seq_lens, *plan, scale, key[3], self._isa
+        )
+        return y
+
+
+@cache
+def _isas() -> list[str]:
+    return load(get_logger(__name__).info)

@@ -1,0 +1,146 @@
+// The one inner loop: C += A B, where B is made of 32-bit words, 16 columns side by side.
+//
+// A word holds one column's values of `per` neighbouring rows of B: one float32, or two bfloat16. Packed weights, pages
+// of keys (columns: tokens) and pages of values (columns: elements of a head) are all of this shape. A holds rows of
+// plain values, prepared by `Dot::row` in the type that the instruction set multiplies by.
+#pragma once
+#include "vec.h"
+
+namespace ISA {
+
+constexpr int LANES = 16;       // columns of a group, tokens of a page
+constexpr int VG = LANES / W;  // vectors of a group
+
+template <int N>
+struct At {
+  static constexpr int value = N;
+};
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// GROUPS: groups of columns that one pass of the inner loop takes, ROWS[...]: rows, for one group and for GROUPS.
+struct DotF32 {
+  using T = float;
+  using A = float;
+  static constexpr int per = 1;
+  static constexpr int GROUPS = W == 16 ? 4 : 1;
+  static constexpr int rows(int groups) { return W == 16 ? (groups == 1 ? 12 : 6) : W == 8 ? 6 : 2; }
+
+  template <int NV>
+  static void step(vf (&even)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
+    UNROLL for (int v = 0; v < NV; v++) even[v] += (vf)w[v] * a[0];
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct DotBF16 {
+  using T = bf16;
+  using A = bf16;
+  static constexpr int per = 2;
+  static constexpr int GROUPS = 4;
+  static constexpr int rows(int groups) { return groups == 1 ? 12 : 6; }
+
+  template <int NV>
+  static void step(vf (&even)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
+    int pair;
+    memcpy(&pair, a, 4);
+    __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+    UNROLL for (int v = 0; v < NV; v++) even[v] = (vf)_mm512_dpbf16_ps((__m512)even[v], (__m512bh)w[v], both);
+  }
+};
+#else
+struct DotBF16 {
+  using T = bf16;
+  using A = float;
+  static constexpr int per = 2;
+  static constexpr int GROUPS = W == 16 ? 2 : 1;
+  static constexpr int rows(int groups) { return W == 16 ? (groups == 1 ? 12 : 10) : W == 8 ? 4 : 2; }
+
+  template <int NV>
+  static void step(vf (&even)[NV], vf (&odd)[NV], const vu (&w)[NV], const A* a) {
+    UNROLL for (int v = 0; v < NV; v++) even[v] += (vf)(w[v] << 16) * a[0];
+    UNROLL for (int v = 0; v < NV; v++) odd[v] += (vf)(w[v] & 0xffff0000u) * a[1];
+  }
+};
+#endif
+
+// One row of A from n values, zero beyond them up to a multiple of `per`.
+inline void row(float* a, const float* x, int64_t n, int64_t) { memcpy(a, x, n * 4); }
+
+inline void row(bf16* a, const bf16* x, int64_t n, int64_t padded) {
+  memcpy(a, x, n * 2);
+  if (padded > n) a[n].bits = 0;
+}
+
+inline void row(float* a, const bf16* x, int64_t n, int64_t padded) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) put(a + i, get(x + i));
+  for (; i < n; i++) a[i] = widen(x[i]);
+  if (padded > n) a[n] = 0;
+}
+
+// Where B is: `count` blocks of `steps` rows of words, `pitch` words from row to row; group g of columns begins
+// `offset + g * group` words into each block.
+struct Words {
+  const uint32_t* const* blocks;
+  int count;
+  int64_t steps, pitch, offset, group;
+};
+
+template <class D, int M, int NG>
+inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, float* c, int64_t ldc, bool more) {
+  constexpr int NV = NG * VG;
+  constexpr int U = M * NV >= 8 ? 1 : M * NV >= 4 ? 2 : 4;  // enough independent sums to hide the latency of one
+  vf acc[U][M][NV] = {};
+  if (more)
+    UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) acc[0][m][v] = load<vf>(c + m * ldc + v * W);
+  for (int i = 0; i < b.count; i++) {
+    const uint32_t* w = b.blocks[i] + b.offset + g * b.group;
+    auto step = [&](auto u) __attribute__((always_inline)) {
+      constexpr int at = decltype(u)::value, other = U > 1 ? at ^ 1 : at;
+      vu words[NV];
+      UNROLL for (int v = 0; v < NV; v++) words[v] = load<vu>(w + (v / VG) * b.group + (v % VG) * W);
+      UNROLL for (int m = 0; m < M; m++) D::template step<NV>(acc[at][m], acc[other][m], words, a + m * lda);
+      w += b.pitch;
+      a += D::per;
+    };
+    int64_t s = 0;
+    if constexpr (U == 4)
+      for (; s + 4 <= b.steps; s += 4) step(At<0>{}), step(At<1>{}), step(At<2>{}), step(At<3>{});
+    if constexpr (U >= 2)
+      for (; s + 2 <= b.steps; s += 2) step(At<0>{}), step(At<1>{});
+    for (; s < b.steps; s++) step(At<0>{});
+  }
+  UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) {
+    vf total = acc[0][m][v];
+    UNROLL for (int u = 1; u < U; u++) total += acc[u][m][v];
+    store(c + m * ldc + v * W, total);
+  }
+}
+
+template <class D, int M, int NG>
+inline void rows(int64_t m, const typename D::A* a, int64_t lda, const Words& b, int64_t g, float* c, int64_t ldc,
+                 bool more) {
+  if constexpr (M > 0) {
+    if (m >= M)
+      dot<D, M, NG>(a, lda, b, g, c, ldc, more);
+    else
+      rows<D, M - 1, NG>(m, a, lda, b, g, c, ldc, more);
+  }
+}
+
+// C [m][16 * groups] = (more ? C : 0) + A [m] B. Rows outside, so that a few rows of A stay in the nearest cache.
+template <class D>
+inline void product(int64_t m, int64_t groups, const typename D::A* a, int64_t lda, const Words& b, float* c,
+                    int64_t ldc, bool more) {
+  constexpr int NG = D::GROUPS, M = D::rows(NG), M1 = D::rows(1);
+  int64_t whole = groups / NG * NG;
+  for (int64_t r = 0; r < m; r += M)
+    for (int64_t g = 0; g < whole; g += NG)
+      rows<D, M, NG>(m - r, a + r * lda, lda, b, g, c + r * ldc + g * LANES, ldc, more);
+  for (int64_t r = 0; r < m; r += M1)
+    for (int64_t g = whole; g < groups; g++)
+      rows<D, M1, 1>(m - r, a + r * lda, lda, b, g, c + r * ldc + g * LANES, ldc, more);
+}
+
+}  // namespace ISA

@@ -1,0 +1,128 @@
+// Operations that touch every value once: residual and norm, activation, rotation.
+#pragma once
+#include <cmath>
+
+#include "dot.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace ISA {
+
+constexpr int64_t SERIAL = 1 << 13;  // values that one thread is done with before a second has woken up
+
+// f(begin, end) over [0, n), in parts of about equal size if the `values` are worth it.
+template <class F>
+inline void split(int threads, int64_t n, int64_t values, const F& f) {
+  if (values <= SERIAL) threads = 1;
+  parallel(threads, threads, [&](int64_t t) { f(n * t / threads, n * (t + 1) / threads); });
+}
+
+template <class T>
+void rmsnorm(int threads, const Rows& x, void* residual, const void* weight, float eps, void* out) {
+  const int64_t size = x.size, whole = size / W * W;
+  const T* w = static_cast<const T*>(weight);
+  split(threads, x.outer * x.inner, x.outer * x.inner * size, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const T* from = static_cast<T*>(x.data) + i / x.inner * x.outer_pitch + i % x.inner * x.inner_pitch;
+      T* to = static_cast<T*>(out) + i * size;
+      vf squares = {};
+      if (residual) {
+        T* r = static_cast<T*>(residual) + i * size;
+        for (int64_t j = 0; j < whole; j += W) {
+          put(r + j, get(from + j) + get(r + j));
+          vf s = get(r + j);  // as rounded
+          squares += s * s;
+        }
+        if (whole < size) {
+          const int n = size - whole;
+          put(r + whole, get(from + whole, n) + get(r + whole, n), n);
+          vf s = get(r + whole, n);
+          squares += s * s;
+        }
+        from = r;
+      } else {
+        for (int64_t j = 0; j < whole; j += W) squares += get(from + j) * get(from + j);
+        if (whole < size) squares += get(from + whole, size - whole) * get(from + whole, size - whole);
+      }
+      const float scale = 1 / std::sqrt(sum(squares) / size + eps);
+      for (int64_t j = 0; j < whole; j += W) put(to + j, get(from + j) * scale * get(w + j));
+      if (whole < size) {
+        const int n = size - whole;
+        put(to + whole, get(from + whole, n) * scale * get(w + whole, n), n);
+      }
+    }
+  });
+}
+
+template <class T>
+void silu_mul(int threads, const Matrix& x, void* y) {
+  const int64_t n = x.columns, whole = n / W * W;
+  auto act = [](vf gate, vf up) { return gate / (1.0f + exp(-gate)) * up; };
+  split(threads, x.rows, x.rows * n, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const T* gate = static_cast<const T*>(x.data) + i * x.pitch;
+      const T* up = gate + n;
+      T* to = static_cast<T*>(y) + i * n;
+      for (int64_t j = 0; j < whole; j += W) put(to + j, act(get(gate + j), get(up + j)));
+      if (whole < n) put(to + whole, act(get(gate + whole, n - whole), get(up + whole, n - whole)), n - whole);
+    }
+  });
+}
+
+// (a, b) -> (a cos - b sin, b cos + a sin) for a = x[0, half), b = x[half, 2 half), in place.
+template <class T>
+inline void rotate(T* x, const float* cos, const float* sin, int64_t half) {
+  int64_t i = 0;
+  for (; i + W <= half; i += W) {
+    vf a = get(x + i), b = get(x + half + i), c = get(cos + i), s = get(sin + i);
+    put(x + i, a * c - b * s);
+    put(x + half + i, b * c + a * s);
+  }
+  if (i < half) {
+    const int n = half - i;
+    vf a = get(x + i, n), b = get(x + half + i, n), c = get(cos + i, n), s = get(sin + i, n);
+    put(x + i, a * c - b * s, n);
+    put(x + half + i, b * c + a * s, n);
+  }
+}
+
+template <class D>
+void rope_store(int threads, const Rows& q, const Rows& k, const Rows& v, const int64_t* positions, const float* cos,
+                const float* sin, int64_t half, const int64_t* slots, const Cache& cache) {
+  using T = typename D::T;
+  const int64_t tokens = q.outer, size = cache.size, pages = cache.block_size / LANES, page = LANES * cache.padded;
+  auto at = [](const Rows& x, int64_t token, int64_t head) {
+    return static_cast<T*>(x.data) + token * x.outer_pitch + head * x.inner_pitch;
+  };
+  // A page is one thread's: a part begins where its tokens' page does.
+  auto boundary = [&](int64_t t) {
+    while (t > 0 && t < tokens && slots[t] / LANES == slots[t - 1] / LANES) t++;
+    return t;
+  };
+  split(threads, tokens, tokens * (q.inner + 2 * k.inner) * size, [&](int64_t begin, int64_t end) {
+    end = boundary(end);
+    for (int64_t t = boundary(begin); t < end; t++) {
+      const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
+      const int64_t block = slots[t] / cache.block_size, in = slots[t] % cache.block_size, lane = in % LANES;
+      for (int64_t h = 0; h < q.inner; h++) rotate(at(q, t, h), c, s, half);
+      for (int64_t h = 0; h < k.inner; h++) {
+        const int64_t offset = ((block * cache.kv_heads + h) * pages + in / LANES) * page;
+        T* keys = static_cast<T*>(cache.keys) + offset;
+        T* values = static_cast<T*>(cache.values) + offset;
+        T *key = at(k, t, h), *value = at(v, t, h);
+        rotate(key, c, s, half);
+        // Attention multiplies whole pages of values, by 0 behind the last token: what an earlier owner left there
+        // must not be a NaN.
+        if (lane == 0) {
+          memset(values, 0, page * sizeof(T));
+          if (size % D::per) memset(keys, 0, page * sizeof(T));
+        }
+        for (int64_t i = 0; i < size; i++) keys[(i / D::per * LANES + lane) * D::per + i % D::per] = key[i];
+        T* to = values + lane / D::per * cache.padded * D::per + lane % D::per;
+        for (int64_t i = 0; i < size; i++) to[i * D::per] = value[i];
+      }
+    }
+  });
+}
+
+}  // namespace ISA

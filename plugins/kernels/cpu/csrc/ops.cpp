@@ -1,0 +1,191 @@
+// The torch side: checks tensors, allocates results, and calls the kernels of one instruction set. The only file that
+// sees torch's headers.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "kernels.h"
+#include "plan.h"
+
+#define X(isa)                             \
+  namespace isa {                          \
+  extern const Kernels* const kernels[2];  \
+  }
+ISAS
+#undef X
+
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+#define X(isa) isa::kernels,
+const Kernels* const* const tables[] = {ISAS};
+#undef X
+
+const Kernels& kernels(int64_t isa, const Tensor& x) {
+  TORCH_CHECK(isa >= 0 && isa < int64_t(std::size(tables)), "no such instruction set");
+  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "float32 or bfloat16, not ", x.dtype());
+  return *tables[isa][x.scalar_type() == at::kBFloat16];
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (auto table : tables) names.emplace_back(table[0]->name);
+  return names;
+}
+
+Matrix matrix(const Tensor& x) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "expected a matrix whose rows are contiguous");
+  return {x.data_ptr(), x.size(0), x.size(1), x.stride(0)};
+}
+
+Rows rows(const Tensor& x) {
+  TORCH_CHECK(x.stride(-1) == 1 && (x.dim() == 2 || x.dim() == 3), "expected rows that are contiguous");
+  const bool flat = x.dim() == 2;
+  return {x.data_ptr(), x.size(0), flat ? 1 : x.size(1), x.size(-1), x.stride(0), flat ? 0 : x.stride(1)};
+}
+
+Cache cache(const Tensor& keys, const Tensor& values, int64_t size) {
+  TORCH_CHECK(keys.dim() == 4 && keys.is_contiguous() && values.is_contiguous() && keys.sizes() == values.sizes());
+  TORCH_CHECK(keys.size(3) % 16 == 0 && keys.size(3) / 16 >= size, "pages are too small for the head");
+  return {keys.data_ptr(), values.data_ptr(), keys.size(1), keys.size(2) * 16, size, keys.size(3) / 16};
+}
+
+template <class T>
+const T* data(const Tensor& x) {
+  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == c10::CppTypeToScalarType<T>::value, "expected contiguous ",
+              c10::CppTypeToScalarType<T>::value, ", not ", x.dtype());
+  return x.const_data_ptr<T>();
+}
+
+// [n, k] -> [n / 16, k / per, 16, per], where `per` values make 32 bits.
+Tensor pack(const Tensor& weight, int64_t isa) {
+  const Kernels& table = kernels(isa, weight);
+  const int64_t per = 4 / weight.element_size();
+  Tensor words = at::empty({(weight.size(0) + 15) / 16, (weight.size(1) + per - 1) / per, 16, per}, weight.options());
+  table.pack(at::get_num_threads(), matrix(weight), static_cast<uint32_t*>(words.data_ptr()));
+  return words;
+}
+
+Tensor linear(const Tensor& x, const Tensor& words, int64_t n, const OptionalTensor& bias, int64_t isa) {
+  const Kernels& table = kernels(isa, x);
+  const int64_t per = 4 / x.element_size();
+  TORCH_CHECK(words.dim() == 4 && words.is_contiguous() && words.scalar_type() == x.scalar_type() && x.dim() == 2 &&
+                  words.size(0) == (n + 15) / 16 && words.size(1) == (x.size(1) + per - 1) / per,
+              "the weight was packed for another product");
+  TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == n && bias->scalar_type() == x.scalar_type()));
+  Tensor y = at::empty({x.size(0), n}, x.options());
+  if (y.numel())
+    table.linear(at::get_num_threads(), matrix(x.stride(1) == 1 ? x : x.contiguous()),
+                 static_cast<const uint32_t*>(words.const_data_ptr()), n, bias ? bias->const_data_ptr() : nullptr,
+                 y.data_ptr());
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> qkv(const Tensor& x, const Tensor& words, int64_t n, const OptionalTensor& bias,
+                                       int64_t q, int64_t k, int64_t isa) {
+  Tensor y = linear(x, words, n, bias, isa);
+  return {y.narrow(1, 0, q), y.narrow(1, q, k), y.narrow(1, q + k, n - q - k)};
+}
+
+Tensor rmsnorm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps, int64_t isa) {
+  const Kernels& table = kernels(isa, x);
+  TORCH_CHECK(weight.is_contiguous() && weight.scalar_type() == x.scalar_type() && weight.numel() == x.size(-1));
+  TORCH_CHECK(!residual || (residual->is_contiguous() && residual->scalar_type() == x.scalar_type() &&
+                            residual->sizes() == x.sizes()));
+  Tensor out = at::empty(x.sizes(), x.options());
+  if (x.numel())
+    table.rmsnorm(at::get_num_threads(), rows(x), residual ? residual->data_ptr() : nullptr, weight.const_data_ptr(),
+                  eps, out.data_ptr());
+  return out;
+}
+
+Tensor silu_mul(const Tensor& x, int64_t isa) {
+  const Kernels& table = kernels(isa, x);
+  Tensor y = at::empty({x.size(0), x.size(1) / 2}, x.options());
+  Matrix gate = matrix(x);
+  gate.columns /= 2;
+  if (y.numel()) table.silu_mul(at::get_num_threads(), gate, y.data_ptr());
+  return y;
+}
+
+void rope_store(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions, const Tensor& cos,
+                const Tensor& sin, const Tensor& slots, const Tensor& keys, const Tensor& values, int64_t isa) {
+  const Kernels& table = kernels(isa, q);
+  const Cache pages = cache(keys, values, k.size(-1));
+  const int64_t tokens = q.size(0);
+  TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type() &&
+              keys.scalar_type() == q.scalar_type() && values.scalar_type() == q.scalar_type());
+  TORCH_CHECK(q.dim() == 3 && k.sizes() == v.sizes() && k.dim() == 3 && k.size(0) == tokens &&
+              q.size(2) == k.size(2) && k.size(1) == pages.kv_heads && positions.numel() == tokens &&
+              slots.numel() == tokens && cos.sizes() == sin.sizes() && 2 * cos.size(1) <= q.size(2));
+  if (tokens)
+    table.rope_store(at::get_num_threads(), rows(q), rows(k), rows(v), data<int64_t>(positions), data<float>(cos),
+                     data<float>(sin), cos.size(1), data<int64_t>(slots), pages);
+}
+
+std::tuple<Tensor, Tensor> plan(const Tensor& cu_lens, const Tensor& seq_lens, int64_t heads, int64_t kv_heads,
+                                int64_t window) {
+  const Plan made = make_plan(data<int32_t>(cu_lens), data<int32_t>(seq_lens), seq_lens.numel(), heads, kv_heads,
+                              window, at::get_num_threads());
+  Tensor tasks = at::empty({int64_t(made.tasks.size()), TASK}, cu_lens.options());
+  Tensor counters = at::empty({int64_t(made.counters.size())}, cu_lens.options());
+  std::copy(made.tasks.begin(), made.tasks.end(), reinterpret_cast<Task*>(tasks.data_ptr()));
+  std::copy(made.counters.begin(), made.counters.end(), counters.data_ptr<int32_t>());
+  return {tasks, counters};
+}
+
+Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& blocks,
+                 const Tensor& cu_lens, const Tensor& seq_lens, const Tensor& tasks, const Tensor& counters,
+                 double scale, int64_t window, int64_t isa) {
+  const Kernels& table = kernels(isa, q);
+  TORCH_CHECK(q.dim() == 3 && q.scalar_type() == keys.scalar_type() && blocks.dim() == 2 && tasks.size(1) == TASK);
+  Tensor out = at::empty({q.size(0), q.size(1) * q.size(2)}, q.options());
+  const int32_t* parts = data<int32_t>(counters);
+  std::vector<int32_t> remaining(parts, parts + counters.numel());
+  const int64_t slots = std::accumulate(remaining.begin(), remaining.end(), int64_t(0));
+  Attention work{cache(keys, values, q.size(2)), rows(q), out.data_ptr(),
+                 reinterpret_cast<const Task*>(data<int32_t>(tasks)), tasks.size(0), data<int32_t>(blocks),
+                 data<int32_t>(cu_lens), data<int32_t>(seq_lens), blocks.size(1), window, float(scale), nullptr,
+                 remaining.data()};
+  Tensor partial;
+  if (slots) {
+    partial = at::empty({slots * MOST_ROWS * (work.cache.padded + 2)}, q.options().dtype(at::kFloat));
+    work.partial = partial.data_ptr<float>();
+  }
+  table.attention(at::get_num_threads(), work);
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(framework_cpu, m) {
+  m.def("isas() -> str[]", isas);
+  m.def("pack(Tensor weight, int isa) -> Tensor");
+  m.def("linear(Tensor x, Tensor words, int n, Tensor? bias, int isa) -> Tensor");
+  m.def("qkv(Tensor x, Tensor words, int n, Tensor? bias, int q, int k, int isa) -> (Tensor, Tensor, Tensor)");
+  m.def("rmsnorm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps, int isa) -> Tensor");
+  m.def("silu_mul(Tensor x, int isa) -> Tensor");
+  m.def(
+      "rope_store(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor positions, Tensor cos, Tensor sin, Tensor slots, "
+      "Tensor(c!) keys, Tensor(d!) values, int isa) -> ()");
+  m.def("plan(Tensor cu_lens, Tensor seq_lens, int heads, int kv_heads, int window) -> (Tensor, Tensor)");
+  m.def(
+      "attention(Tensor q, Tensor keys, Tensor values, Tensor blocks, Tensor cu_lens, Tensor seq_lens, Tensor tasks, "
+      "Tensor counters, float scale, int window, int isa) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(framework_cpu, CPU, m) {
+  m.impl("pack", pack);
+  m.impl("linear", linear);
+  m.impl("qkv", qkv);
+  m.impl("rmsnorm", rmsnorm);
+  m.impl("silu_mul", silu_mul);
+  m.impl("rope_store", rope_store);
+  m.impl("plan", plan);
+  m.impl("attention", attention);
+}
