@@ -4,12 +4,15 @@
 // of keys (columns: tokens) and pages of values (columns: elements of a head) are all of this shape. A holds rows of
 // plain values, prepared by `Dot::row` in the type that the instruction set multiplies by.
 #pragma once
+#include <algorithm>
+
 #include "vec.h"
 
 namespace ISA {
 
 constexpr int LANES = 16;       // columns of a group, tokens of a page
 constexpr int VG = LANES / W;  // vectors of a group
+constexpr int AHEAD = 384;      // words between what is read and what is fetched meanwhile
 
 template <int N>
 struct At {
@@ -100,6 +103,7 @@ inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, 
       constexpr int at = decltype(u)::value, other = U > 1 ? at ^ 1 : at;
       vu words[NV];
       UNROLL for (int v = 0; v < NV; v++) words[v] = load<vu>(w + (v / VG) * b.group + (v % VG) * W);
+      UNROLL for (int v = 0; v < NV; v += VG) __builtin_prefetch(w + (v / VG) * b.group + AHEAD);
       UNROLL for (int m = 0; m < M; m++) D::template step<NV>(acc[at][m], acc[other][m], words, a + m * lda);
       w += b.pitch;
       a += D::per;
@@ -134,13 +138,14 @@ template <class D>
 inline void product(int64_t m, int64_t groups, const typename D::A* a, int64_t lda, const Words& b, float* c,
                     int64_t ldc, bool more) {
   constexpr int NG = D::GROUPS, M = D::rows(NG), M1 = D::rows(1);
-  int64_t whole = groups / NG * NG;
-  for (int64_t r = 0; r < m; r += M)
+  auto even = [m](int64_t most) { return (m + (m + most - 1) / most - 1) / ((m + most - 1) / most); };
+  const int64_t whole = groups / NG * NG, some = even(M), some1 = even(M1);
+  for (int64_t r = 0; r < m; r += some)
     for (int64_t g = 0; g < whole; g += NG)
-      rows<D, M, NG>(m - r, a + r * lda, lda, b, g, c + r * ldc + g * LANES, ldc, more);
-  for (int64_t r = 0; r < m; r += M1)
+      rows<D, M, NG>(std::min(some, m - r), a + r * lda, lda, b, g, c + r * ldc + g * LANES, ldc, more);
+  for (int64_t r = 0; r < m; r += some1)
     for (int64_t g = whole; g < groups; g++)
-      rows<D, M1, 1>(m - r, a + r * lda, lda, b, g, c + r * ldc + g * LANES, ldc, more);
+      rows<D, M1, 1>(std::min(some1, m - r), a + r * lda, lda, b, g, c + r * ldc + g * LANES, ldc, more);
 }
 
 }  // namespace ISA
