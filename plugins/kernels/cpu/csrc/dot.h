@@ -35,7 +35,7 @@ struct DotF32 {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(PAIRS)
 struct DotBF16 {
   using T = bf16;
   using A = bf16;
@@ -44,11 +44,10 @@ struct DotBF16 {
   static constexpr int rows(int groups) { return groups == 1 ? 12 : 6; }
 
   template <int NV>
-  static void step(vf (&even)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
-    int pair;
+  static void step(vf (&sums)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
+    uint32_t pair;
     memcpy(&pair, a, 4);
-    __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-    UNROLL for (int v = 0; v < NV; v++) even[v] = (vf)_mm512_dpbf16_ps((__m512)even[v], (__m512bh)w[v], both);
+    UNROLL for (int v = 0; v < NV; v++) sums[v] = dot_pairs(sums[v], w[v], pair);
   }
 };
 #else

@@ -1,6 +1,6 @@
 // A vector of W floats and what the kernels do with it, over the vector types that GCC and Clang share. The same source
 // becomes AVX-512, AVX2 or baseline code by the flags of the file that includes it; intrinsics are only where no
-// expression says the same.
+// expression says the same. For tests, -DWIDTH=16 and -DPAIRS=1 make the paths of AVX-512 of what any CPU has.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,9 @@
 
 namespace ISA {
 
-#if defined(__AVX512F__)
+#if defined(WIDTH)
+constexpr int W = WIDTH;
+#elif defined(__AVX512F__)
 constexpr int W = 16;
 #elif defined(__AVX2__)
 constexpr int W = 8;
@@ -98,6 +100,19 @@ inline void put(T* p, vf x, int n) {
   put(some, x);
   memcpy(p, some, n * sizeof(T));
 }
+
+#if defined(__AVX512BF16__) || defined(PAIRS)
+// sums + products of the two bfloat16 in each word with the two in `pair`.
+inline vf dot_pairs(vf sums, vu words, uint32_t pair) {
+#if defined(__AVX512BF16__)
+  return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)words, (__m512bh)_mm512_set1_epi32(int(pair)));
+#else
+  vu both = vu{} + pair;
+  sums += (vf)(words & 0xffff0000u) * (vf)(both & 0xffff0000u);
+  return sums + (vf)(words << 16) * (vf)(both << 16);
+#endif
+}
+#endif
 
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 

@@ -1,0 +1,233 @@
+// The kernels of --kernel cpu without torch: every operation of every instruction set linked in, against plain loops in
+// double precision, on buffers that end where they must. tests/test_cpu_build.py runs it under sanitizers.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "plan.h"
+
+#define X(isa)                            \
+  namespace isa {                         \
+  extern const Kernels* const kernels[2]; \
+  }
+ISAS
+#undef X
+
+static uint64_t state = 1;
+
+static double uniform() {  // in [-1, 1)
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return double(state >> 11) / double(1ull << 52) - 1;
+}
+
+static int below(int n) { return int((uniform() + 1) / 2 * n); }
+
+struct Half {
+  uint16_t bits = 0;
+  Half() = default;
+  Half(double x) {
+    float f = float(x);
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    bits = uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+  }
+  operator double() const {
+    uint32_t u = uint32_t(bits) << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+  }
+};
+
+// Exactly `count` values on the heap, so that reading or writing beyond them is seen; random, or `fill`.
+template <class T>
+struct Buffer {
+  std::unique_ptr<T[]> data;
+  size_t count;
+  explicit Buffer(size_t count) : data(new T[count]), count(count) {
+    for (size_t i = 0; i < count; i++) data[i] = T(uniform());
+  }
+  Buffer(size_t count, double fill) : data(new T[count]), count(count) {
+    for (size_t i = 0; i < count; i++) data[i] = T(fill);
+  }
+  T& operator[](size_t i) { return data[i]; }
+};
+
+static int checks = 0;
+
+template <class T>
+static void near(double got, double wanted, double scale, const std::string& what) {
+  const double tolerance = (sizeof(T) == 4 ? 1e-5 : 8e-3) * (scale + std::fabs(wanted));
+  checks++;
+  if (!(std::fabs(got - wanted) <= tolerance)) {
+    printf("%s: %g instead of %g\n", what.c_str(), got, wanted);
+    exit(1);
+  }
+}
+
+template <class T>
+static void linear(const Kernels& table, int threads, int m, int k, int n, bool with_bias) {
+  Buffer<T> x(size_t(m) * k), weight(size_t(n) * k), bias(n), y(size_t(m) * n);
+  const int per = 4 / sizeof(T);
+  Buffer<uint32_t> words(size_t((n + 15) / 16) * ((k + per - 1) / per) * 16, 0);
+  table.pack(threads, {weight.data.get(), n, k, k}, words.data.get());
+  table.linear(threads, {x.data.get(), m, k, k}, words.data.get(), n, with_bias ? bias.data.get() : nullptr,
+               y.data.get());
+  for (int i = 0; i < m; i++)
+    for (int j = 0; j < n; j++) {
+      double sum = with_bias ? double(bias[j]) : 0;
+      for (int l = 0; l < k; l++) sum += double(x[i * k + l]) * double(weight[j * k + l]);
+      near<T>(y[i * n + j], sum, std::sqrt(k), std::string(table.name) + " linear " + std::to_string(k));
+    }
+}
+
+template <class T>
+static void element_wise(const Kernels& table, int threads, int rows, int size) {
+  const std::string name = std::string(table.name) + " of " + std::to_string(size);
+  Buffer<T> x(size_t(rows) * size), residual(size_t(rows) * size), weight(size), out(size_t(rows) * size);
+  std::vector<double> sums(size_t(rows) * size);
+  for (size_t i = 0; i < sums.size(); i++) sums[i] = T(double(x[i]) + double(residual[i]));
+  table.rmsnorm(threads, {x.data.get(), rows, 1, size, size, 0}, residual.data.get(), weight.data.get(), 1e-5f,
+                out.data.get());
+  for (int i = 0; i < rows; i++) {
+    double squares = 0;
+    for (int j = 0; j < size; j++) squares += sums[i * size + j] * sums[i * size + j];
+    for (int j = 0; j < size; j++) {
+      near<T>(residual[i * size + j], sums[i * size + j], 0.1, name + " sum");
+      near<T>(out[i * size + j], sums[i * size + j] / std::sqrt(squares / size + 1e-5) * double(weight[j]), 0.1,
+              name + " norm");
+    }
+  }
+  Buffer<T> wide(size_t(rows) * 2 * size), y(size_t(rows) * size);
+  for (size_t i = 0; i < wide.count; i++) wide[i] = T(uniform() * 30);
+  table.silu_mul(threads, {wide.data.get(), rows, size, 2 * size}, y.data.get());
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < size; j++) {
+      const double gate = wide[i * 2 * size + j], up = wide[i * 2 * size + size + j];
+      near<T>(y[i * size + j], gate / (1 + std::exp(-gate)) * up, 0.1, name + " silu");
+    }
+}
+
+struct Span {
+  int start, n;
+};
+
+template <class T>
+static void attention(const Kernels& table, int threads, const std::vector<Span>& spans, int heads, int kv_heads,
+                      int size, int block, int window, int plan_threads) {
+  const std::string name = std::string(table.name) + " attention of " + std::to_string(size);
+  const int padded = (size + 15) / 16 * 16, requests = int(spans.size());
+  int blocks = 2, columns = 0, tokens = 0, past = 0;
+  for (auto [start, n] : spans) {
+    blocks += (start + n + block - 1) / block;
+    columns = std::max(columns, (start + n + block - 1) / block);
+    tokens += n;
+    past += start;
+  }
+  std::vector<int> order(blocks);
+  std::iota(order.begin(), order.end(), 0);
+  for (int i = blocks - 1; i > 0; i--) std::swap(order[i], order[below(i + 1)]);
+  Buffer<int32_t> tables(size_t(requests) * columns, -1), cu_lens(requests + 1, 0), seq_lens(requests, 0);
+  const size_t pages = size_t(blocks) * kv_heads * block * padded;
+  Buffer<T> keys(pages, NAN), values(pages, NAN);
+  Cache cache{keys.data.get(), values.data.get(), kv_heads, block, size, padded};
+  std::vector<std::vector<double>> k(requests), v(requests);
+  Buffer<T> q(size_t(tokens) * heads * size), out(size_t(tokens) * heads * size, NAN);
+  int next = 0, longest = 0;
+  for (int r = 0; r < requests; r++) {
+    const int length = spans[r].start + spans[r].n;
+    for (int b = 0; b * block < length; b++) tables[r * columns + b] = order[next++];
+    cu_lens[r + 1] = cu_lens[r] + spans[r].n;
+    seq_lens[r] = length;
+    longest = std::max(longest, length);
+  }
+  const int half = size / 2;
+  Buffer<float> cosine(size_t(longest) * half, 1), sine(size_t(longest) * half, 0);
+  for (int r = 0; r < requests; r++) {  // a quarter turn for every other position
+    const int length = seq_lens[r];
+    for (int from : {0, spans[r].start}) {
+      const int n = from ? length - from : spans[r].start ? spans[r].start : length;
+      Buffer<T> own_q(size_t(n) * size, 0), own_k(size_t(n) * kv_heads * size), own_v(size_t(n) * kv_heads * size);
+      Buffer<int64_t> positions(n, 0), slots(n, 0);
+      for (int i = 0; i < n; i++) {
+        positions[i] = from + i;
+        slots[i] = int64_t(tables[r * columns + (from + i) / block]) * block + (from + i) % block;
+        for (int j = 0; j < half && (from + i) % 2; j++) {
+          cosine[(from + i) * half + j] = 0;
+          sine[(from + i) * half + j] = 1;
+        }
+      }
+      std::vector<double> before(own_k.data.get(), own_k.data.get() + own_k.count);
+      table.rope_store(threads, {own_q.data.get(), n, 1, size, size, size},
+                       {own_k.data.get(), n, kv_heads, size, kv_heads * size, size},
+                       {own_v.data.get(), n, kv_heads, size, kv_heads * size, size}, positions.data.get(),
+                       cosine.data.get(), sine.data.get(), half, slots.data.get(), cache);
+      for (int i = 0; i < n * kv_heads; i++)
+        for (int j = 0; j < size; j++) {
+          const double* x = before.data() + i * size;
+          double turned = x[j];
+          if ((from + i / kv_heads) % 2 && j < 2 * half) turned = j < half ? -x[j + half] : x[j - half];
+          k[r].push_back(turned);
+          v[r].push_back(own_v[i * size + j]);
+        }
+      if (!spans[r].start) break;
+    }
+  }
+  const Plan plan = make_plan(cu_lens.data.get(), seq_lens.data.get(), requests, heads, kv_heads, window, plan_threads);
+  std::vector<int32_t> remaining = plan.counters;
+  const int slots = std::accumulate(remaining.begin(), remaining.end(), 0);
+  Buffer<float> partial(size_t(slots) * MOST_ROWS * (padded + 2), NAN);
+  std::vector<Task> tasks = plan.tasks;
+  table.attention(threads, {cache, {q.data.get(), tokens, heads, size, heads * size, size}, out.data.get(),
+                            tasks.data(), int64_t(tasks.size()), tables.data.get(), cu_lens.data.get(),
+                            seq_lens.data.get(), columns, window, 0.25f, partial.data.get(), remaining.data()});
+  for (int r = 0; r < requests; r++)
+    for (int i = 0; i < spans[r].n; i++)
+      for (int h = 0; h < heads; h++) {
+        const int position = spans[r].start + i, low = window ? std::max(0, position + 1 - window) : 0;
+        const size_t at = (size_t(cu_lens[r] + i) * heads + h) * size;
+        std::vector<double> weights, wanted(size);
+        double total = 0;
+        for (int t = low; t <= position; t++) {
+          double score = 0;
+          for (int j = 0; j < size; j++)
+            score += double(q[at + j]) * k[r][(size_t(t) * kv_heads + h / (heads / kv_heads)) * size + j];
+          weights.push_back(std::exp(score * 0.25));
+          total += weights.back();
+        }
+        for (int t = low; t <= position; t++)
+          for (int j = 0; j < size; j++)
+            wanted[j] += weights[t - low] / total * v[r][(size_t(t) * kv_heads + h / (heads / kv_heads)) * size + j];
+        for (int j = 0; j < size; j++) near<T>(out[at + j], wanted[j], 0.3, name);
+      }
+}
+
+template <class T>
+static void all(const Kernels& table, int threads) {
+  for (auto [m, k, n] : {std::tuple{1, 64, 96}, {5, 20, 7}, {33, 97, 64}, {1, 1, 1}, {13, 1031, 85}, {100, 130, 300}})
+    linear<T>(table, threads, m, k, n, m % 2);
+  for (int size : {1, 7, 20, 64, 577}) element_wise<T>(table, threads, 23, size);
+  const std::vector<Span> mixed = {{20, 1}, {0, 33}, {5, 6}, {16, 20}, {63, 1}, {8, 6}};
+  for (auto [heads, kv_heads, size] : {std::tuple{4, 2, 16}, {9, 3, 64}, {6, 1, 21}, {14, 2, 80}, {71, 1, 34}})
+    for (int window : {0, 1, 9, 40}) attention<T>(table, threads, mixed, heads, kv_heads, size, 16, window, threads);
+  attention<T>(table, threads, {{700, 1}, {3, 1}}, 6, 2, 32, 48, 0, 4);
+  attention<T>(table, threads, {{1000, 1}}, 3, 1, 16, 32, 500, 4);
+  attention<T>(table, threads, {{0, 300}}, 4, 4, 16, 32, 0, 2);
+}
+
+int main() {
+#define X(isa) isa::kernels,
+  for (const Kernels* const* kernels : std::initializer_list<const Kernels* const*>{ISAS}) {
+#undef X
+    for (int threads : {1, 2, 3}) {
+      all<float>(*kernels[0], threads);
+      all<Half>(*kernels[1], threads);
+    }
+    printf("%s: %d values are right\n", kernels[0]->name, checks);
+  }
+}
