@@ -77,7 +77,7 @@ def test_the_wheel_puts_one_name_at_the_top_level(wheel: Path) -> None:
     for shipped in ("framework/py.typed", "framework/plugins/kv/paged.py", "framework/server/main.py"):
         assert shipped in names
     for folder, package in (("framework", ""), ("plugins", "plugins/"), ("server", "server/")):
-        for path in (ROOT / folder).rglob("*.py"):
+        for path in (file for kind in ("*.py", "*.cpp", "*.h") for file in (ROOT / folder).rglob(kind)):
             assert f"framework/{package}{path.relative_to(ROOT / folder)}" in names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 

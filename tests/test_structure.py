@@ -17,6 +17,7 @@ import framework
 ROOT = Path(__file__).parents[1]
 CODE = [path for folder in ("framework", "plugins", "server") for path in sorted((ROOT / folder).rglob("*.py"))]
 AROUND = [path for folder in ("tests", "benchmarks", "docs") for path in sorted((ROOT / folder).rglob("*.py"))]
+NATIVE = [path for folder in ("plugins", "tests") for kind in ("*.cpp", "*.h") for path in sorted((ROOT / folder).rglob(kind))]
 
 
 def name(path: Path) -> str:
@@ -155,7 +156,7 @@ def test_the_engine_imports_no_web_framework(tiny_llama: Path) -> None:
     assert loaded(code, "torch", "transformers", "fastapi", "starlette", "uvicorn", "typer") == ["torch"]
 
 
-@pytest.mark.parametrize("path", [*CODE, *AROUND], ids=name)
+@pytest.mark.parametrize("path", [*CODE, *AROUND, *NATIVE], ids=name)
 def test_no_file_has_grown_a_second_job(path: Path) -> None:
     limits = {"framework/planner.py": 300, "framework/engine.py": 300, "plugins/kv/paged.py": 300}
     limit = limits.get(name(path), 100 if name(path).startswith("plugins/schedulers/") else 500)
