@@ -93,9 +93,10 @@ def library(say: Callable[[str], None] = lambda line: None) -> Path:
     return entry / "kernels.so"
 
 
-def compile_kernels(cxx: str, isa: str, out: Path, *extra: str) -> None:
-    """The torch-free kernels for one instruction set, as an object file. Raises `BuildError`."""
-    flags = (*_base(), *KERNEL_FLAGS, *ISAS[isa][0].split(), f"-DISA={isa}")
+def compile_kernels(cxx: str, isa: str, out: Path, *extra: str, name: str = "") -> None:
+    """The torch-free kernels for one instruction set, as an object file; in C++ they are called `name`, or like the
+    set. Raises `BuildError`."""
+    flags = (*_base(), *KERNEL_FLAGS, *ISAS[isa][0].split(), f"-DISA={name or isa}")
     call(cxx, *flags, *extra, "-c", SOURCES / "isa.cpp", "-o", out)
 
 

@@ -98,6 +98,9 @@ template <class T>
 inline void put(T* p, vf x, int n) {
   T some[W];
   put(some, x);
+#ifdef PLANTED_OVERFLOW  // for the test that sanitizers would see one
+  n = W;
+#endif
   memcpy(p, some, n * sizeof(T));
 }
 
