@@ -320,7 +320,7 @@ class Budget(NamedTuple):
     requests: int
 
 
-class Want(NamedTuple):
+class Want(msgspec.Struct, frozen=True):  # made for every running request in every step: a third of a tuple's cost
     """Rank `request` here and compute up to `tokens` of it. None: all that remain; 0: hold it this step."""
 
     request: Request
