@@ -28,6 +28,7 @@ _PUBLIC = {
     "Client": "simulation",
     "KVConformance": "caches",
     "KernelConformance": "kernels",
+    "SamplerConformance": "samplers",
     "SchedulerConformance": "schedulers",
     "Simulation": "simulation",
     "CheckingExecutor": "checking",
@@ -44,6 +45,7 @@ __all__ = [
     "KernelConformance",
     "PlanFault",
     "RequestFailed",
+    "SamplerConformance",
     "SchedulerConformance",
     "ScriptedExecutor",
     "Simulation",
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from .clock import VirtualClock as VirtualClock
     from .kernels import KernelConformance as KernelConformance
     from .memory import PlanFault as PlanFault
+    from .samplers import SamplerConformance as SamplerConformance
     from .schedulers import SchedulerConformance as SchedulerConformance
     from .scripted import ScriptedExecutor as ScriptedExecutor
     from .simulation import Client as Client
