@@ -285,8 +285,9 @@ class SamplerConformance:
         sampling, order = self._sampling(), np.random.default_rng(0).permutation(len(KINDS)).tolist()
         for i, params in enumerate(KINDS):
             sampling.add(str(i), params, i, prompt=[i, 7], output=[int(logits[i].argmax())])
-        batch = sampling.batch()
-        expected = sampling.answer(logits, batch)
+        expected = sampling.answer(logits, sampling.batch())
+        sampling.rows.settle()
+        batch = sampling.batch()  # of the same requests: nobody came or left
         batch.owner = order
         found = sampling.answer(logits[order], batch)
         assert found == [expected[i] for i in order], f"rows of requests {order}: {found}, in order {expected}"
