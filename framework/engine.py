@@ -166,10 +166,10 @@ class Engine:
         outputs: list[TokenOutput] = []
         logprobs = result.logprobs
         for request, index, tokens in self.planner.commit(plan, result):
-            if index == 0:
-                request.first_token_at = now / 1e9
             self._generated += len(tokens)
-            output = TokenOutput(request.id, index, list(tokens), cached_tokens=0 if index else request.cached_tokens)
+            output = TokenOutput(request.id, index, list(tokens))
+            if index == 0:
+                request.first_token_at, output.cached_tokens = now / 1e9, request.cached_tokens
             if logprobs:
                 found = logprobs.get(request.id)
                 output.logprobs = list(found[: len(tokens)]) if found else None

@@ -57,7 +57,7 @@ class Usage(NamedTuple):
         return self.holding + self.reserved + self.cached + self.free
 
 
-class Reservation(NamedTuple):
+class Reservation(msgspec.Struct, frozen=True, gc=False):
     """`start`: tokens already in the cache after prefix hits or swap-in; `length`: tokens now covered by blocks."""
 
     start: int

@@ -160,12 +160,14 @@ class ReferenceBackend(KernelBackend):
         for n, start, table, x in zip(
             rows, meta.batch.starts.tolist(), meta.tables[group], torch.split(q, rows), strict=True
         ):
-            length = start + n
-            blocks = table[: -(-length // meta.batch.block_size)].long()
+            # Blocks wholly before the window may by now be others', and masking does not stop their NaN (0 * NaN).
+            first = 0 if window is None else max(0, start + 1 - window) // meta.batch.block_size
+            begin, end = first * meta.batch.block_size, start + n
+            blocks = table[first : -(-end // meta.batch.block_size)].long()
             # [blocks, kv_heads, block_size, head_dim] -> [heads, length, head_dim]
-            k, v = (pages[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float() for pages in (cache.k, cache.v))
-            k, v = (y.repeat_interleave(heads // kv_heads, 0) for y in (k, v))
-            distance = torch.arange(start, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+            k, v = (pages[blocks].transpose(0, 1).flatten(1, 2)[:, : end - begin] for pages in (cache.k, cache.v))
+            k, v = (y.float().repeat_interleave(heads // kv_heads, 0) for y in (k, v))
+            distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(begin, end, device=q.device)
             unseen = (distance < 0) if window is None else (distance < 0) | (distance >= window)
             scores = (x.transpose(0, 1).float() @ k.mT * scale).masked_fill(unseen, float("-inf"))
             outputs.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1).to(q.dtype))

@@ -136,8 +136,7 @@ class Planner:
                 count = known if known <= left else left
                 if tokens is not None and tokens < count:
                     count = tokens
-                upto = request.computed + count
-                reservation = kv.reserve(request, upto)
+                reservation = kv.reserve(request, upto := request.computed + count)
                 if reservation is None:
                     least = request.computed + 1  # with a window, all that it knows may be more than the pool holds
                     if not self._preempt(ranking, request, upto, started) and upto > least:
@@ -147,7 +146,8 @@ class Planner:
                     if reservation is None:
                         continue
                 deltas = reservation.deltas
-                count = min(count, reservation.length - request.computed)
+                if (covered := reservation.length - request.computed) < count:
+                    count = covered
                 if request in self._unsent:
                     self._unsent.remove(request)
                     new.append(RequestData.of(request))
@@ -244,9 +244,9 @@ class Planner:
             publish(request)
             if tokens:
                 index = len(request.output)
-                for taken, token in enumerate(tokens, 1):
+                for token in tokens:
                     if request.append(token):
-                        tokens = tokens[:taken]
+                        tokens = tokens[: len(request.output) - index]
                         break
                 produced.append((request, index, tokens))
                 request.failures = 0  # not before: who fails in a later chunk computes the first ones again and again

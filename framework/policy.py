@@ -76,7 +76,7 @@ class Policy:
         """The step's ranking; after a fault it names running requests only, so that nobody is admitted."""
         try:
             answer = self._hook.admit(view=view, budget=budget)
-            named, exhausted = self._read(answer, view, min(budget.requests, budget.tokens) + 1)
+            named, running, exhausted = self._read(answer, view, min(budget.requests, budget.tokens) + 1)
         except (Exception, SystemExit) as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
             self._fault(self._blame("admit", exc), "admit", f"{type(exc).__name__}: {exc}", exc)
             return default_order(view.running)
@@ -85,13 +85,13 @@ class Policy:
             rest = [r for r in view.running if r not in named]
             rest.sort(key=lambda r: (key(r), r.arrival, r.order))
             return [*named.items(), *((r, None) for r in rest)]
-        if len(named) >= len(view.running) and all(map(named.__contains__, view.running)):
+        if running == len(view.running):
             return list(named.items())
         return [*default_order(view.running, named), *named.items()]
 
     @staticmethod
-    def _read(answer: Iterable[Want] | None, view: LiveView, most: int) -> tuple[dict[Request, int | None], bool]:
-        """Wants by request, and whether the answer was read to its end.
+    def _read(answer: Iterable[Want] | None, view: LiveView, most: int) -> tuple[dict[Request, int | None], int, bool]:
+        """Wants by request, how many of these run, and whether the answer was read to its end.
 
         At most `seats + 1` waiting requests can start in a step (the last by preemption), so an iterator is not read
         beyond that: a policy may rank ten thousand requests lazily for free. Who is held back (0 tokens) can be named
@@ -101,7 +101,10 @@ class Policy:
         held: set[Request] = set()
         lazy = not isinstance(answer, (list, tuple))
         starting, exhausted, running = 0, True, Status.RUNNING
-        for request, tokens in answer or ():
+        for want in answer or ():
+            if type(want) is not Want:
+                raise TypeError(f"admit must give Want(request, tokens), got {want!r}")
+            request, tokens = want.request, want.tokens
             if request in named or request in held:
                 raise ValueError(f"request {request.id!r} is named twice")
             if tokens is not None and (not isinstance(tokens, int) or tokens < 0):
@@ -117,10 +120,10 @@ class Policy:
                     named[request], exhausted = tokens, False
                     break
             named[request] = tokens
-        if sum(map(named.__contains__, view.running)) != len(named) - starting:
+        if sum(map(named.__contains__, view.running)) != (count := len(named) - starting):
             foreign = next(r for r in named if r.status is running and r not in view.running)
             raise ValueError(f"request {foreign.id!r} is none of this engine's")
-        return named, exhausted
+        return named, count, exhausted
 
     def victim(
         self, view: LiveView, beneficiary: Request, shortage: Shortage, candidates: list[Request]

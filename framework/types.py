@@ -36,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     """No EOS, stop id or stop string may end the request before this many tokens."""
     temperature: float = 1.0
-    """0 is greedy; then top_p, top_k and min_p have no effect."""
+    """0 is greedy (of equals the first); then top_p, top_k and min_p have no effect."""
     top_p: float = 1.0
     top_k: int = 0
     """0 or -1: off."""
@@ -320,7 +320,7 @@ class Budget(NamedTuple):
     requests: int
 
 
-class Want(NamedTuple):
+class Want(msgspec.Struct, frozen=True):  # made for every running request in every step: a third of a tuple's cost
     """Rank `request` here and compute up to `tokens` of it. None: all that remain; 0: hold it this step."""
 
     request: Request

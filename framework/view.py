@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter
 from random import Random
 from typing import Any, TypeVar, overload
 
@@ -13,6 +15,8 @@ from .types import Request, Status
 Key = Callable[[Request], Any]
 # (key, preempted first, arrival, order of acceptance, request): `order` is unique, so requests are never compared.
 Entry = tuple[Any, bool, float, int, Request]
+
+_arrived, _order = attrgetter("arrival"), attrgetter("order")
 
 MAX_ORDERS = 8
 """Orders kept at once. A policy whose key is a new closure over new values each time makes a new one each time."""
@@ -218,8 +222,8 @@ class LiveView:
 
     def ranked(self, key: Key) -> Iterator[Request]:
         self.ranked_by = key
-        running = [(key(r), False, r.arrival, r.order, r) for r in self.running]
-        running.sort()
+        some = self.running
+        running: list[Entry] = sorted(zip(map(key, some), repeat(False), map(_arrived, some), map(_order, some), some))
         return _merge(running, self.queued.by(key).entries)
 
     def cached(self, request: Request) -> int:

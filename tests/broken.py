@@ -370,6 +370,6 @@ class HitsWhatIsNotThere(Toy):
         found = super().reserve(request, upto, keep)
         if found is not None and new and not found.start:
             if request.prompt[0] in self.seen and request.num_tokens > self.block_size:
-                found = found._replace(start=self.block_size)
+                found = Reservation(self.block_size, found.length, found.deltas)
             self.seen.add(request.prompt[0])
         return found

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import broken
@@ -127,3 +131,50 @@ def test_a_broken_cache_fails(plugin: type[broken.Toy]) -> None:
     for check in CACHES[plugin]:
         with pytest.raises(AssertionError):
             getattr(Suite(), check)()
+
+
+# In somebody else's tests
+
+AUTHORS = """
+import random
+
+from framework import Want, hookimpl
+from framework.testing import SchedulerConformance
+
+
+class Chance:
+    @hookimpl
+    def admit(self, view):
+        return (Want(r) for r in view.ranked(key=lambda r: random.random()))
+
+
+class TestChance(SchedulerConformance):
+    def scheduler(self):
+        return Chance()
+"""
+
+
+def pytest_in(folder: Path, *arguments: str) -> str:
+    """What a run of its own prints, with installed plugins and none of this project's settings."""
+    (name,) = (e.value for e in importlib.metadata.entry_points(group="pytest11", name="framework"))
+    assert name == "framework.testing.pytest_plugin", "an old installation: run `make setup`"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240).stdout
+
+
+def test_a_failure_shows_the_values_compared(tmp_path: Path) -> None:
+    (tmp_path / "test_chance.py").write_text(AUTHORS)
+    printed = pytest_in(tmp_path, "-k", "determinism or progress")
+    assert "1 failed, 1 passed, 5 deselected" in printed, printed
+    assert "AssertionError: two runs with the same arrivals differ\n" in printed
+    assert "\nE         At index 0 diff: '" in printed, "asserts of the kit are rewritten"
+
+
+def test_who_tests_something_else_imports_nothing_of_it(tmp_path: Path) -> None:
+    (tmp_path / "test_else.py").write_text(
+        "import sys\n\n\ndef test_nothing():\n"
+        "    ours = {name for name in sys.modules if name.startswith('framework')}\n"
+        "    assert ours == {'framework', 'framework.testing', 'framework.testing.pytest_plugin'}\n"
+        "    assert not {'torch', 'numpy', 'pydantic', 'msgspec'} & set(sys.modules)\n"
+    )
+    assert "1 passed" in (printed := pytest_in(tmp_path)), printed

@@ -8,7 +8,7 @@ import pytest
 from framework.plugins.kv.contiguous import ContiguousCache
 from harness import Harness, ids
 
-from framework import ConfigError, Delta, Request, SamplingParams
+from framework import ConfigError, Delta, Request, Reservation, SamplingParams
 from framework.kv import CacheGroup, CacheSpec, Capacity
 
 
@@ -30,8 +30,7 @@ def test_a_region_holds_all_that_a_request_may_become() -> None:
     assert (reservation.start, reservation.length) == (0, 12)
     assert reservation.deltas == (Delta(0, 0, (0, 1, 2)), Delta(1, 0, (0, 1, 2)))
     r.computed = 3
-    later = kv.reserve(r, 12)
-    assert later is not None and later == (3, 12, ())
+    assert kv.reserve(r, 12) == Reservation(3, 12, ())
     assert kv.reserve(r, 13) is None and kv.missing(r, 13) == 1
 
 

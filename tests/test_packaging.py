@@ -93,6 +93,11 @@ def test_the_plugin_is_listed(python: Path, tmp_path: Path) -> None:
     assert re.search(r"^scheduler +shortest +shortest-first 0\.1\.0 +least left to compute first$", listed, re.M)
 
 
+def test_the_kit_checks_the_plugin(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_shortest.py").write_text(code_blocks(ROOT / "docs/testing.md", "python")[0])
+    assert "7 passed" in call(python, "-m", "pytest", "-p", "no:cacheprovider", cwd=tmp_path)
+
+
 @pytest.fixture
 def server(python: Path, tiny_llama: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
     """(URL, what start-up printed) of a server that runs with the plugin."""

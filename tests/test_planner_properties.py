@@ -88,7 +88,7 @@ class _Random(Policy):
         rng.shuffle(everybody)
         wants = [Want(r, rng.choice((None, None, None, 1, 2, 7, 1000))) for r in everybody]
         if self.holds:
-            wants = [w._replace(tokens=0) if rng.random() < self.holds else w for w in wants]
+            wants = [Want(w.request, 0) if rng.random() < self.holds else w for w in wants]
             wants = [w for w in wants if rng.random() > self.holds]
         if rng.random() < self.faults:
             wants += wants[:1]

@@ -1,4 +1,5 @@
-"""The default sampler against transformers' logits processors, exact probabilities and hand computation."""
+"""The default sampler against transformers' logits processors, and what only it does. All that any sampler must do:
+tests/test_conformance_samplers.py."""
 
 from __future__ import annotations
 
@@ -11,49 +12,12 @@ import torch
 from framework.plugins.samplers.default import DefaultSampler, uniforms
 from transformers.generation import logits_process as hf
 
-from framework import Plan, RequestData, SamplingParams
-from framework.batch import RowBatch, Rows
-
-VOCAB = 1000
+from framework import SamplingParams
+from framework.testing.samplers import Sampling, random_logits
 
 
-class Batch:
-    """Requests known to an executor, as the sampler sees them step after step."""
-
-    def __init__(self) -> None:
-        self.rows = Rows(0, 1, rows=4)
-        self.sampler = DefaultSampler()
-
-    def add(
-        self, id: str, params: SamplingParams, seed: int = 0, prompt: Sequence[int] = (1,), output: Sequence[int] = ()
-    ) -> None:
-        data = RequestData(id, [*prompt, *output], len(prompt), params, seed)
-        self.rows.update(Plan(0, new=(data,)))
-
-    def remove(self, *ids: str) -> None:
-        self.rows.update(Plan(0, finished=ids))
-
-    def sample(self, logits: torch.Tensor, *ids: str) -> list[int]:
-        """One step for `ids` (all, if none are named); the tokens join their outputs."""
-        names = list(ids or self.rows.index)
-        index = np.array([self.rows.index[id] for id in names])
-        tokens = self.sampler.sample(logits=logits.clone(), batch=RowBatch(self.rows, names, index)).tokens
-        self.rows.append(index, tokens.numpy())
-        self.rows.settle()
-        return tokens.tolist()
-
-
-def sample_many(logits: torch.Tensor, params: SamplingParams, count: int, **known: Any) -> np.ndarray[Any, Any]:
-    """How often each token is drawn from one row of logits by `count` requests with different seeds."""
-    batch = Batch()
-    for seed in range(count):
-        batch.add(str(seed), params, seed, **known)
-    tokens = batch.sample(logits.expand(count, -1))
-    return np.bincount(tokens, minlength=logits.shape[-1])
-
-
-def random_logits(rows: int = 1, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+def sampling() -> Sampling:
+    return Sampling(DefaultSampler())
 
 
 def expected(logits: torch.Tensor, *processors: Any, prompt: Sequence[int] = (1,)) -> torch.Tensor:
@@ -66,7 +30,7 @@ def expected(logits: torch.Tensor, *processors: Any, prompt: Sequence[int] = (1,
 
 def drawn(logits: torch.Tensor, params: SamplingParams, uniform: np.ndarray[Any, Any], **known: Any) -> list[int]:
     """The tokens that the given uniform numbers lead to."""
-    batch = Batch()
+    batch = sampling()
     for i in range(len(uniform)):
         batch.add(str(i), params, i, **known)
     with pytest.MonkeyPatch.context() as patch:
@@ -126,22 +90,6 @@ def test_only_tokens_that_the_filters_keep_are_drawn(case: str) -> None:
     assert (probs[tokens] > 0).all()
 
 
-@pytest.mark.parametrize("case", ["plain", "top_k", "all"])
-def test_frequencies_match_probabilities(case: str) -> None:
-    params, processors = CASES[case]
-    logits = random_logits(vocab=60, scale=1.0)
-    probs = expected(logits, *processors).numpy()
-    counts = sample_many(logits, params, 20_000)
-    often = probs * counts.sum() >= 5
-    seen = np.append(counts[often], counts[~often].sum())
-    due = np.append(probs[often], probs[~often].sum()) * counts.sum()
-    seen, due = seen[due > 0], due[due > 0]
-    assert counts[probs == 0].sum() == 0
-    chi2, free = ((seen - due) ** 2 / due).sum(), len(due) - 1
-    # Wilson and Hilferty: the quantile of chi-square that chance exceeds once in 30,000 runs (4 sigma).
-    assert chi2 < free * (1 - 2 / (9 * free) + 4 * (2 / (9 * free)) ** 0.5) ** 3
-
-
 def test_uniform_numbers() -> None:
     """In [0, 1), equidistributed for neighbouring seeds and indices, unrelated, and the same for ever."""
     seeds, index = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300, dtype=np.uint64))
@@ -167,96 +115,11 @@ def test_uniform_numbers() -> None:
         assert uniforms(np.array([seed], np.uint64), np.array([at], np.uint64))[0] == plain(seed, at)
 
 
-KINDS = [
-    SamplingParams(temperature=0),
-    SamplingParams(),
-    SamplingParams(temperature=0.7, top_k=5),
-    SamplingParams(temperature=1.5, top_p=0.7),
-    SamplingParams(top_k=900, top_p=0.99),
-    SamplingParams(min_p=0.1),
-    SamplingParams(temperature=0, repetition_penalty=1.8),
-    SamplingParams(presence_penalty=1.5, frequency_penalty=-0.5),
-    SamplingParams(logit_bias={1: 5.0, 2: -100.0}),
-    SamplingParams(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=0.7, frequency_penalty=2.0),
-    SamplingParams(min_tokens=3, stop_token_ids=(1, 2, 3), eos_token_ids=(4,)),
-]
-
-
-def test_company_changes_nothing() -> None:
-    """Alone, together, and with others that come, go, sit out and are resumed: each gets the same tokens.
-
-    Logits are rounded to bfloat16: full of ties.
-    """
-    steps, names = 12, [str(i) for i in range(len(KINDS))]
-    rounded = [random_logits(len(KINDS), seed=s).bfloat16().float() for s in range(steps)]
-    alone: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        batch = Batch()
-        batch.add(name, KINDS[i], seed=1000 + i, prompt=[i, 7])
-        alone[name] = [batch.sample(rounded[step][i : i + 1])[0] for step in range(steps)]
-
-    rng = np.random.default_rng(5)
-    for _ in range(4):
-        batch, got = Batch(), {name: list[int]() for name in names}
-        while any(len(tokens) < steps for tokens in got.values()):
-            for i, name in enumerate(names):
-                known = name in batch.rows.index
-                if not known and len(got[name]) < steps and rng.random() < 0.5:
-                    batch.add(name, KINDS[i], seed=1000 + i, prompt=[i, 7], output=got[name])
-                elif known and (len(got[name]) == steps or rng.random() < 0.1):
-                    batch.remove(name)
-            running = [name for name in names if name in batch.rows.index and rng.random() < 0.8]
-            rng.shuffle(running)
-            if running:
-                logits = torch.stack([rounded[len(got[name])][int(name)] for name in running])
-                for name, token in zip(running, batch.sample(logits, *running), strict=True):
-                    got[name].append(token)
-        assert got == alone
-
-
-def test_seed_and_index_decide() -> None:
-    logits = random_logits()
-    batch = Batch()
-    for id, seed in (("a", 1), ("b", 1), ("c", 2)):
-        batch.add(id, SamplingParams(), seed)
-    draws = [batch.sample(logits.expand(3, -1)) for _ in range(20)]
-    a, b, c = (list(x) for x in zip(*draws, strict=True))
-    assert a == b != c
-    assert len(set(a)) > 1
-    resumed = Batch()
-    resumed.add("a", SamplingParams(), 1, output=a[:10])
-    assert [resumed.sample(logits)[0] for _ in range(10)] == a[10:]
-
-
-def test_penalties_by_hand() -> None:
-    """Greedy choices from logits whose order the penalties change by a known amount."""
-    logits = torch.full((1, 8), -10.0)
-    logits[0, :4] = torch.tensor([4.0, 3.0, 2.5, -1.0])
-    prompt, output = [0, 0, 5], [1, 1, 2]
-    history = {"prompt": prompt, "output": output}
-
-    def after(**penalty: float) -> torch.Tensor:
-        batch = Batch()
-        batch.add("r", SamplingParams(temperature=0, **penalty), **history)
-        changed = logits.clone()
-        index = np.array([batch.rows.index["r"]])
-        batch.sampler.sample(logits=changed, batch=RowBatch(batch.rows, ["r"], index))
-        return changed[0] - logits[0]
-
-    # Repetition: over prompt and output; positive logits divided, negative multiplied.
-    change = after(repetition_penalty=2.0)
-    assert change.tolist() == [-2.0, -1.5, -1.25, 0, 0, -10.0, 0, 0]
-    assert after(presence_penalty=1.5).tolist() == [0, -1.5, -1.5, 0, 0, 0, 0, 0]
-    assert after(frequency_penalty=0.5).tolist() == [0, -1.0, -0.5, 0, 0, 0, 0, 0]
-    assert after(presence_penalty=1.0, frequency_penalty=0.5).tolist() == [0, -2.0, -1.5, 0, 0, 0, 0, 0]
-    assert after(presence_penalty=-1.0).tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
 def test_penalties_follow_the_output(penalty: float) -> None:
     """Greedy decoding with a repetition penalty equals transformers' processor, over hundreds of tokens."""
     processor, prompt = hf.RepetitionPenaltyLogitsProcessor(penalty), [5, 6, 5]
-    batch, known = Batch(), list(prompt)
+    batch, known = sampling(), list(prompt)
     batch.add("r", SamplingParams(temperature=0, repetition_penalty=penalty), prompt=prompt)
     for step in range(300):
         logits = random_logits(seed=step)
@@ -265,126 +128,15 @@ def test_penalties_follow_the_output(penalty: float) -> None:
         known.append(reference)
 
 
-def test_history_is_rebuilt_when_the_output_is_not_the_known_one() -> None:
-    """A request that comes back with another output (or a shorter one) is counted afresh."""
-    params = SamplingParams(temperature=0, frequency_penalty=2.0)
-    logits = torch.tensor([[3.0, 2.0, 0.0, 0.0]])
-    batch = Batch()
-    batch.add("r", params, prompt=[3], output=[0, 0])
-    assert batch.sample(logits) == [1]
-    batch.add("r", params, prompt=[3], output=[1, 1, 1])  # replaced, without having been removed
-    assert batch.sample(logits) == [0]
-    batch.remove("r")
-    batch.add("r", params, prompt=[3])
-    assert [batch.sample(logits)[0] for _ in range(3)] == [0, 1, 0]
-    batch.remove("r")
-    batch.add("other", SamplingParams())
-    batch.sample(logits)
-    assert batch.sampler._histories == {}
-
-
-def test_id_that_comes_back_with_other_parameters() -> None:
-    logits = random_logits()
-    batch = Batch()
-    batch.add("r", SamplingParams(temperature=0))
-    batch.sample(logits)
-    batch.remove("r")
-    batch.add("r", SamplingParams(temperature=0, logit_bias={17: 100.0}))
-    assert batch.sample(logits) == [17]
-
-
-def test_logit_bias() -> None:
-    logits = random_logits()
-    best, second = logits[0].topk(2).indices.tolist()
-    gap = float(logits[0, best] - logits[0, second])
-    batch = Batch()
-    batch.add("less", SamplingParams(temperature=0, logit_bias={second: gap * 0.9}))
-    batch.add("more", SamplingParams(temperature=0, logit_bias={second: gap * 1.1, best: 0.0}))
-    batch.add("ban", SamplingParams(logit_bias={int(best): -100.0}), seed=3)
-    batch.add("force", SamplingParams(logit_bias={17: 100.0}), seed=4)
-    for _ in range(5):
-        less, more, ban, force = batch.sample(logits.expand(4, -1))
-        assert (less, more, force) == (best, second, 17)
-        assert ban != best
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens(temperature: float) -> None:
-    logits = torch.full((1, 50), -20.0)
-    logits[0, [10, 11, 12]] = torch.tensor([20.0, 10.0, 0.0])
-    params = SamplingParams(temperature=temperature, min_tokens=3, eos_token_ids=(10, 10**6), stop_token_ids=(11,))
-    batch = Batch()
-    batch.add("r", params)
-    assert [batch.sample(logits)[0] for _ in range(4)] == [12, 12, 12, 10]
-    ignoring = SamplingParams(temperature=0, min_tokens=3, ignore_eos=True, eos_token_ids=(10,), stop_token_ids=(11,))
-    batch = Batch()
-    batch.add("r", ignoring)
-    assert batch.sample(logits) == [10]
-
-
-def test_min_tokens_leaves_something_to_choose() -> None:
-    """Where another constraint allows only ends, an end is drawn, not a forbidden token."""
-    logits = torch.full((1, 10), float("-inf"))
-    logits[0, 4] = 1.0
-    for temperature in (0.0, 1.0):
-        batch = Batch()
-        batch.add("r", SamplingParams(temperature=temperature, min_tokens=5, eos_token_ids=(4,)))
-        assert batch.sample(logits) == [4]
-
-
 @pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=1e-4),
-        SamplingParams(top_p=1e-4),
-        SamplingParams(top_p=1e-46),
-        SamplingParams(top_p=1e-300),
-        SamplingParams(temperature=1e-4, top_p=1e-4, top_k=3, min_p=0.5),
-        SamplingParams(temperature=2.0, min_p=1.0),
-        SamplingParams(temperature=1e-5),
-    ],
+    "params", [SamplingParams(top_k=2), SamplingParams(top_p=0.3), SamplingParams(top_k=3, top_p=0.1)]
 )
-def test_extremes_are_near_greedy(params: SamplingParams) -> None:
-    logits = random_logits(scale=30.0)
-    counts = sample_many(logits, params, 50)
-    assert counts[int(logits.argmax())] == 50
-
-
-@pytest.mark.parametrize("penalty", [1e-10, 1e-40, 1e-46, 1e-300, 1e38, 1e300])
-@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0])
-def test_extreme_penalties_stay_finite(penalty: float, temperature: float) -> None:
-    """Seen tokens become all but certain or all but impossible; banned ones stay banned, and others are left alone."""
-    logits = random_logits().abs() + 0.1
-    logits[0, 7] = float("-inf")
-    params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
-    batch = Batch()
-    batch.add("extreme", params, prompt=(5, 7, 9))
-    batch.add("plain", SamplingParams(temperature=0), prompt=(5,))
-    extreme, plain = batch.sample(logits.expand(2, -1))
-    assert plain == int(logits.argmax())
-    assert (extreme in (5, 9)) if penalty < 1 else (extreme not in (5, 7, 9))
-
-
-def test_masked_tokens_are_never_drawn() -> None:
-    logits = random_logits(scale=0.1)
-    allowed = [3, 500, 999]
-    masked = torch.full_like(logits, float("-inf"))
-    masked[:, allowed] = logits[:, allowed]
-    for params in (SamplingParams(), SamplingParams(top_k=50), SamplingParams(top_p=0.99, min_p=0.01)):
-        counts = sample_many(masked, params, 300)
-        assert counts[allowed].sum() == 300 and (counts[allowed] > 50).all()
-
-
-def test_ties() -> None:
-    """Equals: greedy takes the first; filters keep all of them, whatever their order."""
-    logits = torch.zeros(1, 600)
-    logits[0, [20, 40, 60, 80]] = 9.0
-    batch = Batch()
-    batch.add("r", SamplingParams(temperature=0))
-    assert batch.sample(logits) == [20]
-    for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.3), SamplingParams(top_k=3, top_p=0.1)):
-        counts = sample_many(logits, params, 200)
-        assert set(np.flatnonzero(counts)) == {20, 40, 60, 80}
+def test_filters_keep_all_equals(params: SamplingParams) -> None:
+    """Whatever their order."""
+    logits, ties = torch.zeros(1, 600), [20, 40, 60, 80]
+    logits[0, ties] = 9.0
+    tokens = drawn(logits, params, np.linspace(0, 1, 200, endpoint=False))
+    assert set(tokens) == set(ties)
 
 
 def test_greedy_batch_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +144,7 @@ def test_greedy_batch_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("softmax", "searchsorted", "topk"):
         monkeypatch.delattr(torch, name, raising=False)
     logits = random_logits(3)
-    batch = Batch()
+    batch = sampling()
     for id in "abc":
         batch.add(id, SamplingParams(temperature=0))
     assert batch.sample(logits) == logits.argmax(-1).tolist()

@@ -123,6 +123,7 @@ def private_members(folder: Path) -> set[str]:
         "testing.simulation",
         "testing.schedulers",
         "testing.caches",
+        "testing.pytest_plugin",
     ],
 )
 def test_decisions_import_no_torch(decider: str) -> None:

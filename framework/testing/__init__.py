@@ -1,4 +1,5 @@
-"""Helpers for people who write plugins: run any scheduler or KV cache without a model, and have every step checked.
+"""Helpers for people who write plugins: run any scheduler or KV cache without a model, and have every step checked;
+compare any kernel backend or sampler with what is exact.
 
     from framework.testing import CheckingExecutor, SchedulerConformance, Simulation, VirtualClock
 
@@ -8,12 +9,14 @@
   and tokens: whatever the schedule, a request's output must be the same.
 - `ScriptedExecutor` does the same and lets the prompt dictate the output (it repeats the prompt for ever), for tests of
   a server that need to know what comes.
-- `SchedulerConformance` and `KVConformance` are test classes to inherit from: with `provider = "mine"`, pytest checks
-  what any scheduler or KV cache must do.
-- `Simulation` is the engine that they run in: a scheduler and a cache over the checking executor, every step checked.
+- `SchedulerConformance`, `KVConformance`, `KernelConformance` and `SamplerConformance` are classes to inherit from:
+  with `provider = "mine"`, pytest checks what any scheduler, KV cache, kernel backend or sampler must do.
+- `Simulation` is the engine that the first two run in: a scheduler and a cache over the checking executor, and every
+  step checked.
 - `VirtualClock` is time that moves only when told, for simulations.
 
-`--executor checking` and `--executor scripted` select them in a server. Nothing here imports torch.
+`--executor checking` and `--executor scripted` select them in a server. Nothing imports torch but the classes for
+kernel backends and samplers.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 _PUBLIC = {
     "Client": "simulation",
     "KVConformance": "caches",
+    "KernelConformance": "kernels",
+    "SamplerConformance": "samplers",
     "SchedulerConformance": "schedulers",
     "Simulation": "simulation",
     "CheckingExecutor": "checking",
@@ -37,8 +42,10 @@ __all__ = [
     "CheckingExecutor",
     "Client",
     "KVConformance",
+    "KernelConformance",
     "PlanFault",
     "RequestFailed",
+    "SamplerConformance",
     "SchedulerConformance",
     "ScriptedExecutor",
     "Simulation",
@@ -59,7 +66,9 @@ if TYPE_CHECKING:
     from .checking import RequestFailed as RequestFailed
     from .checking import StepFailed as StepFailed
     from .clock import VirtualClock as VirtualClock
+    from .kernels import KernelConformance as KernelConformance
     from .memory import PlanFault as PlanFault
+    from .samplers import SamplerConformance as SamplerConformance
     from .schedulers import SchedulerConformance as SchedulerConformance
     from .scripted import ScriptedExecutor as ScriptedExecutor
     from .simulation import Client as Client

@@ -95,5 +95,4 @@ class Fair:
             heappush(self._heap, (self._service.of[tenant], self._turns[tenant], tenant))
         if view.step != self._step:
             self._step = view.step
-            for request in view.running:
-                self._service.charge(request)
+            self._service.charge(view.running)

@@ -31,15 +31,21 @@ class Service:
         output = price.output_cost * (request.num_tokens - (charged or paid))
         return (prompt + output) / price.weights.get(request.tenant, 1.0)
 
-    def charge(self, request: Request) -> None:
-        if request not in self._charged:
-            self.last = request.tenant
-        self.of[request.tenant] = self.of.get(request.tenant, 0.0) + self.due(request)
-        self._charged[request] = request.num_tokens
+    def charge(self, requests: Iterable[Request]) -> None:
+        """What they had since they were charged last; they run, so that this is asked in every step."""
+        charged, weights, cost = self._charged, self._options.weights, self._options.output_cost
+        for request in requests:
+            known, now = charged.get(request), request.num_tokens
+            if not known:
+                self.last = request.tenant
+                self.of[request.tenant] = self.of.get(request.tenant, 0.0) + self.due(request)
+            elif known != now:
+                self.of[request.tenant] += cost * (now - known) / weights.get(request.tenant, 1.0)
+            charged[request] = now
 
     def close(self, request: Request) -> None:
         """The last charge of a request that ran."""
-        self.charge(request)
+        self.charge((request,))
         del self._charged[request]
 
     def lift(self, tenant: str, floor: float, others: Iterable[str]) -> None:

@@ -1,0 +1,7 @@
+"""Loaded by pytest wherever framework is installed: failures in the conformance kit show the values compared."""
+
+import pytest
+
+pytest.register_assert_rewrite(
+    *(f"framework.testing.{name}" for name in ("caches", "kernels", "pool", "samplers", "schedulers", "simulation"))
+)
