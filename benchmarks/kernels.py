@@ -1,10 +1,11 @@
 """Operations and whole steps of the kernel backends, side by side, and how far they are from the machine's limits.
 
-    python benchmarks/kernels.py [--shape smollm2-135m|qwen2.5-0.5b] [--dtype bfloat16] [--threads 2] [--kernels torch,cpu]
-        [--batches 1,8,32] [--context 256] [--prompt 1024] [--reps 7] [--isa auto]
+    python benchmarks/kernels.py [--shape smollm2-135m|qwen2.5-0.5b] [--dtype bfloat16] [--threads 2]
+        [--kernels torch,cpu] [--batches 1,8,32] [--context 256] [--prompt 1024] [--reps 7] [--isa auto]
 
 The backends take turns within each repetition, with random weights, and the fastest of each is printed: on a shared
-machine the others say more of the neighbours. With one thread its CPU time is taken, which neighbours hardly change. Weights and caches are more than fit in a cache, and used in turn.
+machine the others say more of the neighbours. With one thread its CPU time is taken, which they change little. Weights
+and caches are more than fit in the CPU's caches, and used in turn.
 Limits are measured in the same run: reading memory, and torch's float32 product.
 """
 
@@ -189,7 +190,9 @@ def main() -> None:
 
 def run(benches: dict[str, Bench], options: Any, config: dict[str, Any], bandwidth: float, flops: float) -> None:
     names = list(benches)
-    print(f"{'ms':34}" + "".join(f"{name:>10}" for name in names) + f"{'ratio':>8}{'GB/s':>8}{'':>6}{'GFLOP/s':>9}{'':>6}")
+    print(
+        f"{'ms':34}" + "".join(f"{name:>10}" for name in names) + f"{'ratio':>8}{'GB/s':>8}{'':>6}{'GFLOP/s':>9}{'':>6}"
+    )
 
     def report(what: str, times: dict[str, float], bytes: float, operations: float, count: int = 1) -> None:
         last = times[names[-1]] / count
@@ -198,10 +201,19 @@ def run(benches: dict[str, Bench], options: Any, config: dict[str, Any], bandwid
         row = "".join(f"{times[name] / count * 1e3:10.3f}" for name in names)
         print(f"{what:34}{row}{times[names[0]] / times[names[-1]]:8.2f}{shares}", flush=True)
 
-    hidden, inner, itemsize = config["hidden_size"], config["intermediate_size"], next(iter(benches.values())).dtype.itemsize
+    hidden, inner, itemsize = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        next(iter(benches.values())).dtype.itemsize,
+    )
     spec = next(iter(benches.values())).spec
     projections = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    sizes = {"qkv": (projections, hidden), "o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    sizes = {
+        "qkv": (projections, hidden),
+        "o": (hidden, hidden),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
     batches = [int(b) for b in options.batches.split(",")]
     context = options.context
     if not options.steps_only:
@@ -226,7 +238,7 @@ def run(benches: dict[str, Bench], options: Any, config: dict[str, Any], bandwid
             for op in works[names[0]]:
                 times = best(options.reps, {key: some[op] for key, some in works.items()})
                 report(f"{op}, {m} rows", times, 0, 0, 50)
-    weights = (sum(n * k for n, k in sizes.values()) * spec.layers + hidden * spec.vocab_size)
+    weights = sum(n * k for n, k in sizes.values()) * spec.layers + hidden * spec.vocab_size
     steps = [(f"decode step, {m} requests", [context - 1] * m, [1] * m) for m in batches]
     steps += [(f"prefill step, {options.prompt} tokens", [0], [options.prompt])]
     for what, starts, lens in steps:

@@ -34,7 +34,7 @@ class ReferenceBackend(KernelBackend):
     """The oracle. Attention runs request by request in float32."""
 
     name = "reference"
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     meta_type: type[Meta] = Meta
 
     def supports(

@@ -30,7 +30,7 @@ class PackedLinear(NamedTuple):
 
 
 class PackedPages(NamedTuple):
-    """One layer's cache. keys, values: [blocks, kv_heads, block_size / 16, 16 * padded head_dim], see csrc/kernels.h."""
+    """One layer's cache. keys, values: [blocks, kv_heads, block_size / 16, 16 * padded head_dim]: csrc/kernels.h."""
 
     keys: torch.Tensor
     values: torch.Tensor
