@@ -109,16 +109,16 @@ void attend(const Task& task, const Attention& work) {
   bool more = false;
   for (int32_t t = task.begin; t < task.end; t += TOKENS) {
     const int count = (std::min<int32_t>(TOKENS, task.end - t) + LANES - 1) / LANES;
-    const uint32_t *keys[PAGES], *values[PAGES];
-    for (int i = 0; i < count; i++) {
-      const int32_t token = t + i * LANES;
+    const uint32_t *keys[PAGES + 1], *values[PAGES];
+    for (int i = 0; i <= count; i++) {
+      const int32_t token = i < count || t + TOKENS < task.end ? t + i * LANES : t;  // the first of the next, if any
       const int64_t in = token % cache.block_size / LANES;
       const int64_t offset = ((table[token / cache.block_size] * cache.kv_heads + task.head) * pages + in) * page;
       keys[i] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(cache.keys) + offset);
-      values[i] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(cache.values) + offset);
+      if (i < count) values[i] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(cache.values) + offset);
     }
     for (int i = 0; i < count; i++)
-      product<D>(rows, 1, q, lda, {keys + i, 1, depth / D::per, LANES, 0, 0}, scores + i * LANES, TOKENS, false);
+      product<D>(rows, 1, q, lda, {keys + i, 1, values[i], depth / D::per, LANES, 0}, scores + i * LANES, TOKENS, false);
     for (int r = 0; r < rows; r++) {
       const int64_t query = start + (task.row + r) / group;
       const int low = work.window ? std::max<int64_t>(0, query + 1 - work.window - t) : 0;
@@ -127,7 +127,7 @@ void attend(const Task& task, const Attention& work) {
           softmax(scores + r * TOKENS, p + r * ldp, count * LANES, low, high, work.scale, maximum[r], total[r]);
       if (more && factor != 1) scaled(sums + r * padded, padded, factor);
     }
-    product<D>(rows, padded / LANES, p, ldp, {values, count, LANES / D::per, padded, 0, LANES}, sums, padded, more);
+    product<D>(rows, padded / LANES, p, ldp, {values, count, keys[count], LANES / D::per, padded, LANES}, sums, padded, more);
     more = true;
   }
   if (task.parts == 1) {
