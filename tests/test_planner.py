@@ -402,7 +402,7 @@ def test_after_eight_steps_without_a_slice_the_core_ranks_one_itself() -> None:
     assert h.planner.forced == 0
     assert ids(h.step()) == ["a", "b", "c"]
     assert h.planner.forced == 1
-    assert h.planner.policy.faults == {"policy": 1}
+    assert h.planner.policy.faults == {"scheduler": 1}
     policy.rank = lambda view: [Want(r, 0) for r in view.running]
     assert h.step() is None
 
