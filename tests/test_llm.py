@@ -111,7 +111,7 @@ def test_the_standing_property_of_a_real_model(demo_model: Path) -> None:
     two outputs that share it."""
     count = len(DEMO)
     prompts, params = DEMO * 2, [SamplingParams(temperature=0, **DEMO_PARAMS)] * count + DRAWN
-    tight = {"block_size": 4, "kv_blocks": 40, "max_num_seqs": 12}
+    tight = {"block_size": 4, "kv_blocks": 32, "max_num_seqs": 12}
     chosen: list[list[Logprobs]] = []  # greedy outputs, one after the other
     drawn: list[list[Logprobs]] = []
     forked: list[list[list[int]]] = []  # second outputs of those with a seed: a seed of their own
@@ -133,11 +133,12 @@ def test_the_standing_property_of_a_real_model(demo_model: Path) -> None:
 
     stats, watch = together({"block_size": 4})
     assert stats.preemptions_swap == stats.preemptions_recompute == watch.chunks == stats.prefix_hits == 0
-    stats, watch = together({**tight, "preemption": "swap", "swap_space": "1.0", "max_num_batched_tokens": 13})
-    assert stats.preemptions_swap > 0 and watch.copies["host", "device"] > 0 and watch.chunks > 0
-    assert stats.preemptions_recompute == stats.recomputed_tokens == 0 and stats.prefix_hits > 0
-    stats, watch = together({**tight, "preemption": "recompute", "prefix_cache": False})
-    assert stats.preemptions_recompute > 0 and stats.recomputed_tokens > 0 and stats.prefix_hits == 0
+    swap = {"preemption": "swap", "swap_space": "1.0", "prefix_cache": False, "max_num_batched_tokens": 13}
+    stats, watch = together({**tight, **swap})
+    assert stats.preemptions_swap >= 5 and watch.copies["host", "device"] >= 20 and watch.chunks > 0
+    assert stats.preemptions_recompute == stats.recomputed_tokens == stats.prefix_hits == 0
+    stats, watch = together({**tight, "preemption": "recompute"})
+    assert stats.preemptions_recompute >= 5 and stats.recomputed_tokens > 0 and stats.prefix_hits >= 5
 
     with engine(demo_model, prefix_cache=False) as llm:
         alone = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
