@@ -88,6 +88,15 @@ class IgnoresBias(Toy):
         return F.linear(x, weight.weight)
 
 
+class FindsAnyOfEquals(Toy):
+    """Reports the last of equals, and no NaN."""
+
+    def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        last = logits.nan_to_num(nan=-torch.inf).flip(-1)
+        tokens = logits.shape[1] - 1 - last.argmax(-1)
+        return tokens, logits.gather(1, tokens[:, None])[:, 0]
+
+
 class NeedsRows(Toy):
     """Has no product of nothing."""
 

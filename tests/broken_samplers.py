@@ -96,6 +96,18 @@ class TakesTheLastOfEquals(Toy):
         return len(x) - 1 - int(x[::-1].argmax())
 
 
+class TakesTheExecutorsWord(Toy):
+    """Greedy requests get the likeliest token, whatever else they asked for."""
+
+    @hookimpl
+    def sample(self, logits: torch.Tensor, batch: SampleBatch) -> Sampled:
+        tokens = super().sample(logits, batch).tokens
+        if batch.likeliest is not None:
+            greedy = torch.tensor([batch.params[owner].greedy for owner in batch.owner])
+            tokens = torch.where(greedy, batch.likeliest, tokens)
+        return Sampled(tokens)
+
+
 class IgnoresTheSeed(Toy):
     def uniform(self, seed: int, index: int) -> float:
         return float(np.random.default_rng().random())

@@ -24,6 +24,7 @@ class TestToy(SamplerConformance):
 SAMPLERS = {
     broken.AnswersWithNumbers: ["test_logit_bias"],
     broken.TakesTheLastOfEquals: ["test_greedy_takes_the_first_of_the_likeliest"],
+    broken.TakesTheExecutorsWord: ["test_penalties_by_hand", "test_min_tokens"],
     broken.IgnoresTheSeed: ["test_seed_and_index_decide", "test_company_changes_nothing"],
     broken.DrawsFromTheGlobalGenerator: ["test_seed_and_index_decide"],
     broken.IgnoresTheIndex: ["test_seed_and_index_decide", "test_frequencies_over_indices"],

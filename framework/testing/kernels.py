@@ -166,6 +166,20 @@ class KernelConformance:
                 close(found, expected if x_again is x else expected.flip(0), kind, self.tolerance(op, kind))
 
     @torch.inference_mode()
+    def test_argmax(self) -> None:
+        """The first of equals; a NaN is larger than all, and its value is told; rows may be all masked, or none."""
+        backend, _, device = self._ready("float32", "argmax")
+        for rows, vocab in ((0, 10), (1, 1), (3, 7), (5, 1000), (33, 4099)):
+            x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).round(decimals=1)
+            if rows > 4:
+                x[0], x[1, vocab // 2], x[2, [3, vocab - 1]], x[3, vocab - 1] = -torch.inf, torch.nan, 99.0, 99.0
+            tokens, values = backend.argmax(x.to(device))
+            expected = torch.from_numpy(x.numpy().argmax(-1))
+            assert tokens.dtype == torch.int64 and tokens.tolist() == expected.tolist()
+            same = torch.isclose(values.cpu(), x.gather(1, expected[:, None])[:, 0], 0, 0, equal_nan=True)
+            assert values.dtype == torch.float32 and same.all(), "the logits of the likeliest tokens"
+
+    @torch.inference_mode()
     def test_embed(self, dtype: str) -> None:
         backend, kind, device = self._ready(dtype, "embed")
         weight, tokens = _normal(kind, 0, 30, 8), torch.tensor([3, 0, 29, 3])
