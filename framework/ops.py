@@ -177,7 +177,8 @@ class ReferenceBackend(KernelBackend):
         return self.linear(x, weight)
 
     def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = argmax(logits)
+        cpu = logits.device.type == "cpu"  # where numpy's is some fifteen times as fast as torch's
+        tokens = torch.from_numpy(logits.numpy().argmax(-1)) if cpu else logits.argmax(-1)
         return tokens, logits.gather(1, tokens[:, None])[:, 0]
 
     def copy_blocks(self, caches: list[Any], src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -191,10 +192,3 @@ class ReferenceBackend(KernelBackend):
         for cache in caches:
             for pages in cache:
                 pages[to] = pages[origin]
-
-
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """[R, vocab] -> int64 [R], the first of equals; a NaN counts as the largest."""
-    if logits.device.type == "cpu":  # numpy's is some fifteen times as fast as torch's
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)

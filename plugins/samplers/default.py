@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from framework import SampleBatch, Sampled, SamplingParams, hookimpl
-from framework.ops import argmax
+from framework import ReferenceBackend, SampleBatch, Sampled, SamplingParams, hookimpl
 
 Array = np.ndarray[Any, Any]
 TINY = torch.finfo(torch.float32).tiny
@@ -191,6 +190,11 @@ def _ban(row: torch.Tensor, tokens: torch.Tensor) -> None:
     row[tokens] = float("-inf")
     if row.amax() == float("-inf"):
         row[tokens] = before
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [rows], the first of equals."""
+    return ReferenceBackend().argmax(logits)[0]
 
 
 def _draw(logits: torch.Tensor, setup: _Setup, uniform: torch.Tensor) -> torch.Tensor:
