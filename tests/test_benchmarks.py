@@ -58,7 +58,7 @@ def test_the_table(
     policies: ModuleType, options: Callable[..., Any], tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng, slots = random.Random(3), 3
-    lengths = [(rng.randint(20, 70), rng.randint(2, rng.choice((8, 48)))) for _ in range(24)]
+    lengths = [(rng.randint(20, 70), rng.randint(2, rng.choice((8, 48)))) for _ in range(32)]
     visits = [("2023-11-16 18:17:03.9799600", *pair) for pair in lengths]
     pool = {"block_size": 4, "max_model_len": 256, "kv_blocks": slots * 64 + 2}  # 1 % are left to those who run
     given = options(visits, model=tiny_llama, **pool, seats=32)
@@ -69,7 +69,7 @@ def test_the_table(
         assert row.rate * row.seconds == pytest.approx(sum(outputs)), name
         assert row.total_rate * row.seconds == pytest.approx(sum(outputs) + prompts), name
         assert 0 < row.first_p50 <= row.first_p99 <= row.seconds and 0 < row.gap_p50 <= row.gap_p99, name
-        assert row.steps * row.running >= sum(outputs), name  # more, if prompts are computed twice or in parts
+        assert round(row.steps * row.running) >= sum(outputs), name  # more, if prompts are computed twice or in parts
         assert (row.hits > 0) == ("prefix cache" in name), name
         assert (row.idle is not None) == ("static" in name), name
 
