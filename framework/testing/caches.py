@@ -178,8 +178,9 @@ class KVConformance:
             first = _request("first", 3 * block_size, 2)
             user.kv.prepare(first)
             user.reserve(first, first.num_tokens, 0)
-            salted, adapted, other = (_request(id, 3 * block_size, 2) for id in ("salted", "adapted", "other"))
-            salted.cache_salt, adapted.adapter, other.prompt[0] = b"salt", "adapter", 98
+            salted, adapted = (_request(id, 3 * block_size, 2) for id in ("salted", "adapted"))
+            salted.cache_salt, adapted.adapter = b"salt", "adapter"
+            other = _request("other", 3 * block_size, 2, start=5)
             for request in (salted, adapted, other):
                 user.kv.prepare(request)
                 found = user.kv.lookup(request)
