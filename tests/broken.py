@@ -373,3 +373,18 @@ class HitsWhatIsNotThere(Toy):
                 found = Reservation(self.block_size, found.length, found.deltas)
             self.seen.add(request.prompt[0])
         return found
+
+
+class IgnoresSalts(Toy):
+    """Takes blocks for its own whose tokens are its own, whoever may share them."""
+
+    def __init__(self, cache_spec: CacheSpec, capacity: Capacity) -> None:
+        super().__init__(cache_spec, capacity)
+        self.seen: set[tuple[int, ...]] = set()
+
+    def publish(self, request: Request) -> None:
+        self.seen.add(tuple(request.prompt[: self.block_size]))
+
+    def lookup(self, request: Request) -> int:
+        known = request.num_tokens > self.block_size and tuple(request.prompt[: self.block_size]) in self.seen
+        return self.block_size if known and request not in self.host else super().lookup(request)

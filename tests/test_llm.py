@@ -17,6 +17,7 @@ from oracle import TOP, Reference, assert_drawn, assert_equal, assert_same
 from framework import LLM, ConfigError, InvalidRequest, Logprobs, Plan, Rejected, SamplingParams, hookimpl
 from framework.messages import EngineStats
 from framework.settings import Settings
+from framework.types import Mode
 
 PROMPTS = ["Once upon a time", "def main(argv):", "Was ist das?", "A request waits", "In 1984", "漢字"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -75,21 +76,10 @@ def test_the_standing_property(llm: LLM, tiny_llama: Path, params: list[Sampling
             assert (stats.preemptions_recompute > 0) == ("kv_blocks" in flags and not swaps)
             assert (stats.preemptions_swap > 0) == swaps
             assert stats.recomputed_tokens == 0 or not swaps
+            assert stats.swaps_exhausted == 0  # without swap space, nothing is wanted of it
             assert stats.prefix_hits == 0 or flags.get("prefix_cache", True)
             assert stats.prefix_hits > 0 or "kv_blocks" in flags or "prefix_cache" in flags
             assert stats.plugin_faults == {} and other.engine.planner.forced == 0
-
-
-DEMO = [
-    "The sun rose over the hills and",
-    "The sun rose over the hills, but nobody",
-    "The sun rose over the sea",
-    "def main(argv):\n    ",
-    "Was ist das? Das ist",
-    "In 1984 a request waited for the others, and then",
-]
-DEMO_PARAMS = {"max_tokens": 12, "ignore_eos": True, "logprobs": TOP}
-DRAWN = [SamplingParams(temperature=0.9, top_k=TOP, seed=seed, **DEMO_PARAMS) for seed in range(len(DEMO))]
 
 
 class Watch:
@@ -103,6 +93,44 @@ class Watch:
     def step_done(self, plan: Plan) -> None:
         self.copies.update((copy.src_tier, copy.dst_tier) for copy in plan.copies)
         self.chunks += sum(not part.samples for part in plan.slices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_the_standing_property_of_a_crowd(llm: LLM, tiny_llama: Path, kind: str) -> None:
+    """All that may happen to a request happens often: 24 blocks for 36 pairs of outputs, ten at a time."""
+    params = [GREEDY] * len(PROMPTS) if kind == "greedy" else SEEDED
+    alone = [llm.generate(prompt, one)[0].token_ids for prompt, one in zip(PROMPTS, params, strict=True)]
+    both = [output.token_ids for output in llm.generate(PROMPTS, params, n=2)]
+    assert both[::2] == alone
+    asked = [(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True) for _ in range(6)]
+    expected = [tokens for pair in zip(both[::2], both[1::2], strict=True) for _ in range(6) for tokens in pair]
+    watch = Watch()
+    tight = {"kv_blocks": 24, "block_size": 4, "max_model_len": 56, "preemption": "swap", "swap_space": "0.25"}
+    few = {"max_num_seqs": 10, "max_num_batched_tokens": 9, "plugins": [("watch", watch)]}
+    with engine(tiny_llama, **tight, **few) as crowded:
+        for _ in range(4):
+            outputs = crowded.generate([prompt for prompt, _ in asked], [one for _, one in asked], n=2)
+            assert [output.token_ids for output in outputs] == expected
+            crowded.engine.kv.check_integrity()
+        stats = crowded.engine.stats()
+        assert stats.plugin_faults == {} and stats.failed_steps == crowded.engine.planner.forced == 0
+    assert_idle(stats)
+    assert stats.preemptions_swap >= 100 and watch.copies["host", "device"] >= 100
+    assert stats.preemptions_recompute >= 100 and stats.swaps_exhausted >= 20
+    assert stats.prefix_hits >= 100 and watch.copies["device", "device"] >= 50 and watch.chunks >= 20
+
+
+DEMO = [
+    "The sun rose over the hills and",
+    "The sun rose over the hills, but nobody",
+    "The sun rose over the sea",
+    "def main(argv):\n    ",
+    "Was ist das? Das ist",
+    "In 1984 a request waited for the others, and then",
+]
+DEMO_PARAMS = {"max_tokens": 12, "ignore_eos": True, "logprobs": TOP}
+DRAWN = [SamplingParams(temperature=0.9, top_k=TOP, seed=seed, **DEMO_PARAMS) for seed in range(len(DEMO))]
 
 
 @pytest.mark.slow
@@ -286,6 +314,14 @@ def test_settings_or_flags(tiny_llama: Path) -> None:
         engine(tiny_llama, kv_blocks=10, max_model_len=200)
     with pytest.raises(ConfigError, match=r"--max-model-len 513 is over the model's limit of 512"):
         engine(tiny_llama, max_model_len=513)
+
+
+def test_auto_goes_by_the_rates_that_were_measured(llm: LLM, tiny_llama: Path) -> None:
+    limits, info = llm.engine.planner.limits, llm.info
+    assert (limits.preemption, info.preemption) == (None, "auto")
+    assert limits.costs == (info.copy_rate, info.compute_rate, info.block_bytes) and min(limits.costs) > 0
+    with engine(tiny_llama, swap_space="0") as small:  # there is nothing to choose
+        assert (small.engine.planner.limits.preemption, small.info.preemption) == (Mode.RECOMPUTE, "recompute")
 
 
 def test_priority_tenant_and_salt_of_each_prompt(tiny_llama: Path, llm: LLM) -> None:

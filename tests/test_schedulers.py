@@ -290,6 +290,15 @@ def test_nor_is_an_output_that_waited_for_one_that_was_aborted() -> None:
     assert h.outputs["several/1"] == h.alone("several/1") and h.outputs["several/2"] == h.alone("several/2")
 
 
+def test_the_prompt_of_several_is_charged_once_whoever_computes_it() -> None:
+    scheduler = fair()
+    h = Harness(scheduler, seats=4, blocks=32)
+    h.add("several", 20, 5, tenant="a", n=3)
+    h.abort("several")
+    h.run()
+    assert scheduler._service.of == {"a": 20 + 2 * 2 * 5}
+
+
 @pytest.mark.parametrize("options", [{"weights": {"a": 0}}, {"weights": {"a": -1}}, {"input_cost": 0}, {"weight": {}}])
 def test_shares_and_costs_are_positive(options: Any) -> None:
     with pytest.raises(ValidationError):

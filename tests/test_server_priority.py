@@ -77,17 +77,20 @@ def sent(server: Running, monkeypatch: pytest.MonkeyPatch, headers: dict[str, st
 
     with monkeypatch.context() as patch:
         patch.setattr(server.engine, "generate", spy)
-        body = {"prompt": "a", "max_tokens": 1, **body}
-        response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=30)
+        route = "chat/completions" if "messages" in body else "completions"
+        body = {"max_tokens": 1, **({} if "messages" in body else {"prompt": "a"}), **body}
+        response = httpx.post(f"{server.url}/v1/{route}", json=body, headers=headers, timeout=30)
     assert response.status_code == 200, response.text
     return seen[0]
 
 
-def test_what_the_engine_is_told(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = sent(server, monkeypatch, priority=-2, tenant="blue", cache_salt="s\u00e4lz", user="ann")
-    assert (add.priority, add.tenant, add.cache_salt) == (-2, "blue", "s\u00e4lz".encode())
-    add = sent(server, monkeypatch)
-    assert (add.priority, add.tenant, add.cache_salt) == (0, "", b"")
+@pytest.mark.parametrize("route", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}], ids=list)
+def test_what_the_engine_is_told(server: Running, monkeypatch: pytest.MonkeyPatch, route: dict[str, Any]) -> None:
+    told = {"priority": -2, "tenant": "blue", "cache_salt": "s\u00e4lz", "user": "ann", "n": 2}
+    add = sent(server, monkeypatch, **route, **told)
+    assert (add.priority, add.tenant, add.cache_salt, add.n) == (-2, "blue", "s\u00e4lz".encode(), 2)
+    add = sent(server, monkeypatch, **route)
+    assert (add.priority, add.tenant, add.cache_salt, add.n) == (0, "", b"", 1)
 
 
 def test_the_tenant_is_the_user_or_else_the_key(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,23 @@ class KVConformance:
                     request.output.append(7)
                     request.num_tokens += 1
 
+    def test_only_equals_share(self) -> None:
+        """Nothing is found of a request with another `cache_salt` or adapter, nor of one that begins otherwise."""
+        for block_size in self.block_sizes:
+            user = _User(self._empty(16, block_size), block_size, Random(0))
+            first = _request("first", 3 * block_size, 2)
+            user.kv.prepare(first)
+            user.reserve(first, first.num_tokens, 0)
+            salted, adapted = (_request(id, 3 * block_size, 2) for id in ("salted", "adapted"))
+            salted.cache_salt, adapted.adapter = b"salt", "adapter"
+            other = _request("other", 3 * block_size, 2, start=5)
+            for request in (salted, adapted, other):
+                user.kv.prepare(request)
+                found = user.kv.lookup(request)
+                assert not found, f"{request}: {found} tokens of a request that it may not share with"
+                reservation = user.reserve(request, request.num_tokens, 0)
+                assert reservation is not None and reservation.start == 0, f"{request}: {reservation}"
+
     def test_usage_tells_what_is_held_and_what_is_only_reserved(self) -> None:
         for block_size in self.block_sizes:
             kv = self._empty(16, block_size)
