@@ -123,6 +123,13 @@ class IgnoresTheIndex(Toy):
         return super().uniform(seed, 0)
 
 
+class CutsSeedsInHalf(Toy):
+    """Its generator takes 32 bits."""
+
+    def uniform(self, seed: int, index: int) -> float:
+        return super().uniform(seed % 2**32, index)
+
+
 class CountsItsOwnSteps(Toy):
     """Takes its calls for the output's index."""
 
@@ -153,6 +160,16 @@ class TakesRowsForRequests(Toy):
 class KeepsOneMoreThanTopK(Toy):
     def top_k(self, params: SamplingParams) -> int:
         return params.top_k + 1
+
+
+class KeepsNoMoreThan256(Toy):
+    """Sorts the likeliest 256 alone."""
+
+    def top_k(self, params: SamplingParams) -> int:
+        return min(params.top_k, 256)
+
+    def filter(self, probs: Array, params: SamplingParams) -> Array:
+        return super().filter(np.where(np.arange(len(probs)) < 256, probs, 0), params)
 
 
 class KeepsOneMoreThanTopP(Toy):

@@ -333,8 +333,12 @@ def test_priority_tenant_and_salt_of_each_prompt(tiny_llama: Path, llm: LLM) -> 
         assert sorted(admitted) == [admitted[1], admitted[2], admitted[0]]
         assert "".join(ranked.stream(PROMPTS[0], GREEDY, priority=-1)) == outputs[0].text
         assert ranked.chat([{"role": "user", "content": "a"}], {"max_tokens": 1}, priority=4)[0].token_ids
-        with pytest.raises(ValueError):
-            ranked.generate(PROMPTS[:3], GREEDY, priority=[1, 2])
+        for field in ("priority", "tenant", "cache_salt"):
+            with pytest.raises(InvalidRequest, match=f"{field}: 2 given for 3 prompts"):
+                ranked.generate(PROMPTS[:3], GREEDY, **{field: [1, 2]})
+        for wrong in ({"priority": "high"}, {"priority": float("nan")}, {"tenant": 5}, {"cache_salt": b"salt"}):
+            with pytest.raises(InvalidRequest, match="must be"):
+                ranked.generate(PROMPTS[0], GREEDY, **wrong)
         with pytest.raises(InvalidRequest, match="64-bit"):
             ranked.generate(PROMPTS[0], GREEDY, priority=2**63)
     assert_idle(llm.engine.stats())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import repeat
 from typing import Any
 
 import pytest
+from framework.plugins.kv.contiguous import ContiguousCache
 from harness import Harness, Policy, ids, ranked, started
 
 from framework import PluginError, Request, SamplingParams, Status, Victim, View, Want
@@ -228,3 +229,31 @@ def test_faults_are_logged_with_their_traceback_and_ever_more_rarely(caplog: pyt
     assert len(lines) == 4
     assert all("plugin 'scheduler' failed in admit: ZeroDivisionError" in line for line in lines)
     assert all("Traceback" in line for line in lines)
+
+
+def test_keys_with_other_keyword_defaults_are_other_keys() -> None:
+    h = Harness(Policy(), seats=1)
+    for id, prompt in (("a", 3), ("b", 1), ("c", 2)):
+        h.add(id, prompt)
+    for sign, expected in ((1, "bca"), (-1, "acb")):
+
+        def key(r: Request, *, sign: int = sign) -> int:
+            return sign * len(r.prompt)
+
+        assert "".join(r.id for r in h.view.queue(key)) == expected
+
+
+def test_the_scheduler_is_not_blamed_for_a_cache_that_gives_nothing() -> None:
+    class Miser(ContiguousCache):
+        def reserve(self, request: Request, upto: int, keep: int = 0) -> None:
+            return None
+
+        def missing(self, request: Request, upto: int, keep: int = 0, without: Collection[Request] = ()) -> int:
+            return 0
+
+    h = Harness(Policy(), kv=Miser)
+    h.add("a", 4)
+    with pytest.raises(PluginError, match="KV cache 'Miser' gives nobody blocks"):
+        for _ in range(20):
+            h.engine.step()
+    assert h.requests["a"].finish_reason is None, "it is the cache that is at fault, not what the pool holds"

@@ -18,7 +18,7 @@ from ..preemption import Costs, Limits
 from ..registry import Plugins, load_plugins
 from ..settings import Settings
 from ..types import Mode, Request, SamplingParams
-from .checking import CheckingExecutor, RequestFailed
+from .checking import CheckingExecutor, RequestFailed, When
 from .clock import VirtualClock
 
 MakeCache = Callable[[CacheSpec, Capacity], KVCache]
@@ -61,6 +61,12 @@ def random_clients(rng: Random, count: int, most: int, *, aborts: bool = False) 
         tenant, n = rng.choice(("", "a", "b")), rng.choice((1, 1, 1, 2, 3))
         found.append(Client(f"r{i}", prompt, tokens, arrives, leaves, rng.randint(-2, 2), tenant, ends, n))
     return found
+
+
+def failures(rng: Random) -> Callable[[Plan], When | None]:
+    """For `fail` of `CheckingExecutor`: three of the first 60 steps raise, before their writes or after."""
+    steps: dict[int, When] = {rng.randint(1, 60): rng.choice(("before", "after")) for _ in range(3)}
+    return lambda plan: steps.get(plan.step)
 
 
 class _Recorder(CheckingExecutor):
