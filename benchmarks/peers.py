@@ -3,15 +3,15 @@
     python benchmarks/peers.py --model DIR --peer PYTHON --peer-model DIR [--reps 5] [--threads 2] [--check]
         [--dtype float32] [--quantization int8] [--peer-option INFERENCE_PRECISION_HINT=f32]
 
-The other one is OpenVINO GenAI: PYTHON is the interpreter of a virtual environment that holds `openvino-genai`, its model
-is what `optimum-cli export openvino` makes of DIR. Nothing of it is needed to run anything else here.
+The other one is OpenVINO GenAI: PYTHON is the interpreter of a virtual environment that holds `openvino-genai`, its
+model is what `optimum-cli export openvino` makes of DIR. Nothing of it is needed to run anything else here.
 
     A    32 requests of 128 random tokens, all at once, 64 tokens each: output tokens per second
     B    one such request alone: milliseconds per token after the first, and to the first
 
-Greedy, ends ignored, prefix caches off. Each engine is a process of its own that sleeps while the other works; they take
-turns, and ratios are of neighbours. Medians; in brackets the smallest and the largest. With --check the exit code is 1
-unless A is at least 1.1 times the other's and B at most 0.85 of it.
+Greedy, ends ignored, prefix caches off. Each engine is a process of its own that sleeps while the other works; they
+take turns, and ratios are of neighbours. Medians; in brackets the smallest and the largest. With --check the exit code
+is 1 unless A is at least 1.1 times the other's and B at most 0.85 of it.
 """
 
 from __future__ import annotations
