@@ -112,7 +112,8 @@ class Plugins:
         provider = self._providers.get((kind, name))
         if provider is None:
             names = ", ".join(sorted(p.name for p in self.providers(kind))) or "none is installed"
-            raise ConfigError(f"{selector(kind)} {name}: no such {kind}; available: {names}")
+            what = f"{selector(kind)} {name}: no such {kind}" if name else f"{selector(kind)}: no name is given"
+            raise ConfigError(f"{what}; available: {names}")
         return provider
 
     def create(self, kind: str, name: str, options: Mapping[str, Any] | None = None, **context: Any) -> Any:
@@ -193,9 +194,12 @@ class Plugins:
             for hook in ("admit", "sample"):
                 claims = [i for i in getattr(self.hook, hook).get_hookimpls() if not (i.wrapper or i.hookwrapper)]
                 claims = [i for i in claims if not isinstance(i.plugin, Defaults)]
+                if not claims:
+                    chosen = f"--scheduler {settings.scheduler}" if hook == "admit" else f"--sampler {settings.sampler}"
+                    raise PluginError(f"{chosen}: what it made has no hook {hook!r} (is @hookimpl missing?)")
                 if len(claims) != 1:
-                    who = ", ".join(repr(i.plugin_name) for i in claims) or "no plugin"
-                    raise PluginError(f"hook {hook!r} needs exactly one implementation, but {who} has one")
+                    who = ", ".join(repr(i.plugin_name) for i in claims)
+                    raise PluginError(f"hook {hook!r} needs exactly one implementation, but {who} have one")
 
     def _select(self, kind: str, name: str, plugin: object) -> None:
         """Register a provider's object, under the name that users know it by where that is not ambiguous."""

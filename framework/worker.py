@@ -25,7 +25,9 @@ from .settings import DEFAULT_KV_MEMORY, Settings, host_blocks, parse_memory
 
 Inputs = tuple[torch.Tensor, torch.Tensor, Meta]
 MEASURE_SECONDS = 0.05
-"""A prefill that takes longer is long enough to tell how fast the model is."""
+MEASURE_TOKENS = 128
+"""A prefill that takes longer, of at least so many tokens, tells how fast the model is: a short one reads all weights
+for few tokens."""
 MEASURE_BLOCKS = 64
 """Blocks moved to tell how fast blocks move."""
 
@@ -150,11 +152,10 @@ class TorchExecutor(Executor):
         most = min(blocks * size, self.settings.max_num_batched_tokens, self.spec.max_model_len)
         count = min(size, most)
         self._prefill(count)
-        spent = 0.0
-        while spent < MEASURE_SECONDS:
+        while True:
             spent = self._prefill(count)
-            self.compute_rate = count / spent
-            if count == most:
+            self.compute_rate = max(self.compute_rate, count / spent)
+            if count == most or (spent >= MEASURE_SECONDS and count >= MEASURE_TOKENS):
                 break
             count = min(2 * count, most)
         if not self._host_blocks:

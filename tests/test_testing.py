@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from framework import ConfigError, Copy, Delta, Mode, Plan, RequestData, SamplingParams, Slice, StepResult
+from framework import ConfigError, Copy, Delta, Mode, Plan, RequestData, SamplingParams, Slice, StepResult, View, Want
 from framework.messages import Add
 from framework.plan import Preempted
 from framework.registry import load_plugins
@@ -21,6 +21,7 @@ from framework.testing import (
     PlanFault,
     RequestFailed,
     ScriptedExecutor,
+    Simulation,
     StepFailed,
     VirtualClock,
 )
@@ -340,3 +341,16 @@ def test_a_pool_without_memory_is_bounded_all_the_same(field: str, value: Any, t
     plugins.activate(options, engine=True)
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}: [0-9]+ blocks are more than the 4194304"):
         build_engine(options, plugins)
+
+
+def test_a_simulation_takes_names_and_refuses_what_is_no_scheduler() -> None:
+    class Silent:
+        def admit(self, view: View) -> list[Want]:
+            return []
+
+    assert Simulation("priority").plugins.hook.admit.get_hookimpls()
+    with pytest.raises(ConfigError, match="--scheduler smallest: no such scheduler; available: fair, fcfs"):
+        Simulation("smallest")
+    for wrong in (3, Silent()):
+        with pytest.raises(TypeError, match="has no hook admit"):
+            Simulation(wrong)

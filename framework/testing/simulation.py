@@ -102,7 +102,7 @@ class Simulation:
     """`add`, `abort`, `step` and `run`, or `play` for a list of clients. After every step all is checked, by
     assertions: what the executor read, the cache's books, who is where, and the order of outputs.
 
-    scheduler: an object with the hooks of a scheduler; None: the core's defaults.
+    scheduler: an object with the hooks of a scheduler, or a provider's name; None: the core's defaults.
     kv: name of a KV cache provider, or what makes one of a cache spec and a capacity.
     prefix_cache: False: a cache given by name is made without one; any has to share nothing but what forks share.
     tokens, seats, watermark, strict, preemption, costs: limits of the engine (`framework.preemption.Limits`).
@@ -143,8 +143,12 @@ class Simulation:
         self.plugins.add(Defaults(self.plugins), "core")
         for i, plugin in enumerate(plugins):
             self.plugins.add(plugin, f"plugin{i}")
+        if isinstance(scheduler, str):
+            scheduler = load_plugins().create("scheduler", scheduler, settings=Settings())
         if scheduler is not None:
             self.plugins.add(scheduler, "scheduler")
+            if not any(impl.plugin is scheduler for impl in self.plugins.hook.admit.get_hookimpls()):
+                raise TypeError(f"scheduler: {scheduler!r} has no hook admit (is @hookimpl missing, or is it a class?)")
         self._observer = _Observer()
         self.plugins.add(self._observer, "observer")  # last, so called first: nobody can keep `accept` from it
         limits = Limits(tokens, seats, watermark, strict, preemption, costs)

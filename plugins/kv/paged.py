@@ -15,7 +15,7 @@ all groups have one, the widest. docs/memory.md tells the whole story.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from framework import CacheSpec, Capacity, ConfigError, Copy, Delta, KVCache, Request, Reservation, Usage
 
@@ -59,6 +59,7 @@ class PagedCache(KVCache):
         self._tables: dict[Request, Table] = {}
         self._swapped: dict[Request, Swapped] = {}
         self._log: list[Copy] = []
+        self._asked: tuple[Request | None, int, Sequence[int | None]] = None, 0, ()  # hits of whom, and pool.lost then
 
     @property
     def available(self) -> int:
@@ -91,7 +92,12 @@ class PagedCache(KVCache):
         if prefixes is None:
             return Start(0, 0, [])
         most = (request.num_tokens - 1) // size  # something has to be left to compute
-        first, blocks = prefixes.hits(request, most, find, None if self._window is None else self._outside)
+        outside = None if self._window is None else self._outside
+        who, lost, known = self._asked  # who waits at the head of the queue is asked for in every step
+        if outside is not None or who is not request or lost != self._pool.lost:
+            known = ()
+        first, blocks = prefixes.hits(request, most, find, outside, known)
+        self._asked = request, self._pool.lost, blocks
         return Start((first + len(blocks)) * size, first, blocks)
 
     def _outside(self, computed: int) -> int:
@@ -162,9 +168,12 @@ class PagedCache(KVCache):
     def _enter(self, request: Request, upto: int, keep: int) -> Reservation | None:
         pool = self._pool
         start = self._start(request)
-        shared = [block for block in start.blocks if block is not None]
         count = self._upto(start, upto)
-        need = count - start.first - len(shared)
+        absent = start.blocks.count(None) if request in self._swapped else 0
+        need = count - start.first - len(start.blocks) + absent
+        if need + keep > pool.available:
+            return None
+        shared = [block for block in start.blocks if block is not None]
         if need + sum(not pool.refs[block] for block in shared) + keep > pool.available:
             return None
         for block in shared:  # before any fresh one is taken, which might be one of these

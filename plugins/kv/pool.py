@@ -84,6 +84,8 @@ class Pool:
         self.refs = [0] * size
         self.free = list(range(size - 1, -1, -1))  # a stack: the last returned is the first handed out
         self.idle = 0
+        self.lost = 0
+        """Names given up so far: while it stays the same, what was found is found again."""
         self._eviction = eviction
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
@@ -106,7 +108,7 @@ class Pool:
                 name = type(self._eviction).__name__
                 raise PluginError(f"eviction {name!r}: pop answered {block!r}, which is no idle block", name)
             self.idle -= 1
-            del self._block_of[self._name_of.pop(block)]
+            self.unpublish(block)
             blocks.append(block)
         for block in blocks:
             self.refs[block] = 1
@@ -147,10 +149,11 @@ class Pool:
             self._uses[block] = 0
 
     def unpublish(self, block: int) -> None:
-        """`block`, held by one table, is about to be written again."""
+        """`block`, held by one table or none, is about to be written again."""
         name = self._name_of.pop(block, None)
         if name is not None:
             del self._block_of[name]
+            self.lost += 1
 
     def find(self, name: bytes) -> int | None:
         return self._block_of.get(name)

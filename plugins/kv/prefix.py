@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -43,15 +43,21 @@ class Prefixes:
         return chain
 
     def hits(
-        self, request: Request, most: int, find: Callable[[bytes], int | None], outside: Callable[[int], int] | None
+        self,
+        request: Request,
+        most: int,
+        find: Callable[[bytes], int | None],
+        outside: Callable[[int], int] | None,
+        known: Sequence[int | None] = (),
     ) -> tuple[int, list[int | None]]:
         """(first, blocks): how much of the request's first `most` blocks can be taken over: [first, first + len).
 
-        With a window, `outside(tokens)` says how many leading blocks nobody needs who goes on after so many tokens.
+        Without a window, `known` are blocks found before, from the first on.
+        With one, `outside(tokens)` says how many leading blocks nobody needs who goes on after so many tokens.
         """
-        found: list[int | None] = []
-        best = run = 0  # run: blocks found in a row up to here
-        for count, name in enumerate(self.chain(request, most)[:most], 1):
+        found = list(known)
+        best = run = len(found)  # run: blocks found in a row up to here
+        for count, name in enumerate(self.chain(request, most)[len(found) : most], len(found) + 1):
             block = find(name)
             if block is None and outside is None:
                 break
