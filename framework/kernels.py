@@ -99,6 +99,8 @@ class KernelBackend(ABC):
     name = ""
     block_sizes: tuple[int, ...] = ()
     """Block sizes it can serve; empty: any."""
+    quantizations: tuple[str, ...] = ()
+    """Values of `--quantization`, besides "none", that its `pack` obeys."""
     graphs: Literal["none", "decode", "full"] = "none"
     """Which steps it can run as captured graphs."""
     declined: tuple[str, ...] = ()

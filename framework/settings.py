@@ -87,6 +87,11 @@ class Settings(BaseSettings):
         "Model",
         "Type of weights and activations; auto: bfloat16 where the hardware has it, else float32.",
     )
+    quantization: Literal["none", "int8"] = setting(
+        "none",
+        "Model",
+        "int8: weights of linear layers in 8 bits, made from any checkpoint as it loads, times activations in 8 bits.",
+    )
     max_model_len: Annotated[int | None, Field(ge=1, le=_INT32)] = setting(
         None, "Model", "Longest prompt plus output, in tokens; default: what the model and the KV pool allow."
     )

@@ -87,6 +87,7 @@ def build_engine(
         preemption=settings.preemption,
         copy_rate=executor.copy_rate,
         compute_rate=executor.compute_rate,
+        quantization=settings.quantization,
     )
     return engine, info
 

@@ -83,8 +83,9 @@ def banner(info: EngineInfo, url: str, chat: bool) -> str:
     names = sorted(info.providers.items(), key=lambda item: (*_ORDER, item[0]).index(item[0]))
     tokens = info.kv_blocks * info.block_size
     fit = info.kv_blocks // -(-info.max_model_len // info.block_size)
+    weights = "" if info.quantization == "none" else f", weights in {info.quantization}"
     rows = [
-        ("model", f"{info.model} ({info.architecture}), {info.dtype}"),
+        ("model", f"{info.model} ({info.architecture}), {info.dtype}{weights}"),
         ("device", f"{info.device}, {info.threads} thread{'s' * (info.threads != 1)}"),
         ("plugins", ", ".join(f"{kind} {name}" for kind, name in names)),
         (

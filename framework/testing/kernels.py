@@ -47,6 +47,8 @@ class KernelConformance:
 
     provider: ClassVar[str] = ""
     options: ClassVar[Mapping[str, Any]] = {}
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Of the run that the backend is made for, such as `quantization`. `kv_dtype` is that of the pools, too."""
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16", "float16")
     block_sizes: ClassVar[Sequence[int]] = (1, 4, 16)
@@ -66,7 +68,7 @@ class KernelConformance:
         )
         known = {"spec": spec, "dtype": getattr(torch, dtype), "device": torch.device(self.device)}
         created: KernelBackend = load_plugins().create(
-            "kernel", self.provider, self.options, settings=Settings(), **known
+            "kernel", self.provider, self.options, settings=Settings(**self.settings), **known
         )
         return created
 

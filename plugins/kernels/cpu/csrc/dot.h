@@ -2,7 +2,8 @@
 //
 // A word holds one column's values of `per` neighbouring rows of B: one float32, or two bfloat16. Packed weights, pages
 // of keys (columns: tokens) and pages of values (columns: elements of a head) are all of this shape. A holds rows of
-// plain values, prepared by `Dot::row` in the type that the instruction set multiplies by.
+// plain values, prepared by `row` in the type that the instruction set multiplies by. Sums are vectors V of values C; int8.h
+// adds bytes, whose sums are integers.
 #pragma once
 #include <algorithm>
 
@@ -21,8 +22,13 @@ struct At {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+struct Floats {
+  using V = vf;
+  using C = float;
+};
+
 // GROUPS: groups of columns that one pass of the inner loop takes, ROWS[...]: rows, for one group and for GROUPS.
-struct DotF32 {
+struct DotF32 : Floats {
   using T = float;
   using A = float;
   static constexpr int per = 1;
@@ -30,13 +36,13 @@ struct DotF32 {
   static constexpr int rows(int groups) { return W == 16 ? (groups == 1 ? 12 : 6) : W == 8 ? 6 : 2; }
 
   template <int NV>
-  static void step(vf (&even)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
+  [[gnu::always_inline]] static void step(vf (&even)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
     UNROLL for (int v = 0; v < NV; v++) even[v] += (vf)w[v] * a[0];
   }
 };
 
 #if defined(__AVX512BF16__) || defined(PAIRS)
-struct DotBF16 {
+struct DotBF16 : Floats {
   using T = bf16;
   using A = bf16;
   static constexpr int per = 2;
@@ -44,14 +50,14 @@ struct DotBF16 {
   static constexpr int rows(int groups) { return groups == 1 ? 12 : 6; }
 
   template <int NV>
-  static void step(vf (&sums)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
+  [[gnu::always_inline]] static void step(vf (&sums)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
     uint32_t pair;
     memcpy(&pair, a, 4);
     UNROLL for (int v = 0; v < NV; v++) sums[v] = dot_pairs(sums[v], w[v], pair);
   }
 };
 #else
-struct DotBF16 {
+struct DotBF16 : Floats {
   using T = bf16;
   using A = float;
   static constexpr int per = 2;
@@ -59,7 +65,7 @@ struct DotBF16 {
   static constexpr int rows(int groups) { return W == 16 ? (groups == 1 ? 12 : 10) : W == 8 ? 4 : 2; }
 
   template <int NV>
-  static void step(vf (&even)[NV], vf (&odd)[NV], const vu (&w)[NV], const A* a) {
+  [[gnu::always_inline]] static void step(vf (&even)[NV], vf (&odd)[NV], const vu (&w)[NV], const A* a) {
     UNROLL for (int v = 0; v < NV; v++) even[v] += (vf)(w[v] << 16) * a[0];
     UNROLL for (int v = 0; v < NV; v++) odd[v] += (vf)(w[v] & 0xffff0000u) * a[1];
   }
@@ -90,12 +96,14 @@ struct Words {
 };
 
 template <class D, int M, int NG>
-inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, float* c, int64_t ldc, bool more) {
+inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, typename D::C* c, int64_t ldc,
+                bool more) {
+  using V = typename D::V;
   constexpr int NV = NG * VG;
   constexpr int U = M * NV >= 8 ? 1 : M * NV >= 4 ? 2 : 4;  // enough independent sums to hide the latency of one
-  vf acc[U][M][NV] = {};
+  V acc[U][M][NV] = {};
   if (more)
-    UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) acc[0][m][v] = load<vf>(c + m * ldc + v * W);
+    UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) acc[0][m][v] = load<V>(c + m * ldc + v * W);
   for (int i = 0; i < b.count; i++) {
     const uint32_t* w = b.blocks[i] + b.offset + g * b.group;
     auto step = [&](auto u) __attribute__((always_inline)) {
@@ -115,15 +123,15 @@ inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, 
     for (; s < b.steps; s++) step(At<0>{});
   }
   UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) {
-    vf total = acc[0][m][v];
+    V total = acc[0][m][v];
     UNROLL for (int u = 1; u < U; u++) total += acc[u][m][v];
     store(c + m * ldc + v * W, total);
   }
 }
 
 template <class D, int M, int NG>
-inline void rows(int64_t m, const typename D::A* a, int64_t lda, const Words& b, int64_t g, float* c, int64_t ldc,
-                 bool more) {
+inline void rows(int64_t m, const typename D::A* a, int64_t lda, const Words& b, int64_t g, typename D::C* c,
+                 int64_t ldc, bool more) {
   if constexpr (M > 0) {
     if (m >= M)
       dot<D, M, NG>(a, lda, b, g, c, ldc, more);
@@ -134,8 +142,8 @@ inline void rows(int64_t m, const typename D::A* a, int64_t lda, const Words& b,
 
 // C [m][16 * groups] = (more ? C : 0) + A [m] B. Rows outside, so that a few rows of A stay in the nearest cache.
 template <class D>
-inline void product(int64_t m, int64_t groups, const typename D::A* a, int64_t lda, const Words& b, float* c,
-                    int64_t ldc, bool more) {
+inline void product(int64_t m, int64_t groups, const typename D::A* a, int64_t lda, const Words& b,
+                    typename D::C* c, int64_t ldc, bool more) {
   constexpr int NG = D::GROUPS, M = D::rows(NG), M1 = D::rows(1);
   auto even = [m](int64_t most) { return (m + (m + most - 1) / most - 1) / ((m + most - 1) / most); };
   const int64_t whole = groups / NG * NG, some = even(M), some1 = even(M1);

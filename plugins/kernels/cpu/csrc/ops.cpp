@@ -71,24 +71,44 @@ Tensor pack(const Tensor& weight, int64_t isa) {
   return words;
 }
 
-Tensor linear(const Tensor& x, const Tensor& words, int64_t n, const OptionalTensor& bias, int64_t isa) {
+// [n, k] -> [n / 16, k / 4, 16, 4] bytes, and as many scales as they have columns.
+std::tuple<Tensor, Tensor> pack_int8(const Tensor& weight, int64_t isa) {
+  const Kernels& table = kernels(isa, weight);
+  TORCH_CHECK(weight.size(1) <= 1 << 16, "sums of so many products of bytes would overflow");
+  const int64_t groups = (weight.size(0) + 15) / 16;
+  Tensor words = at::empty({groups, (weight.size(1) + 3) / 4, 16, 4}, weight.options().dtype(at::kChar));
+  Tensor scales = at::empty({groups * 16}, weight.options().dtype(at::kFloat));
+  table.pack_int8(at::get_num_threads(), matrix(weight), static_cast<uint32_t*>(words.data_ptr()),
+                  scales.data_ptr<float>());
+  return {words, scales};
+}
+
+// With scales, the weight is of bytes.
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scales, int64_t n,
+              const OptionalTensor& bias, int64_t isa) {
   const Kernels& table = kernels(isa, x);
-  const int64_t per = 4 / x.element_size();
-  TORCH_CHECK(words.dim() == 4 && words.is_contiguous() && words.scalar_type() == x.scalar_type() && x.dim() == 2 &&
-                  words.size(0) == (n + 15) / 16 && words.size(1) == (x.size(1) + per - 1) / per,
+  const int64_t per = scales ? 4 : 4 / x.element_size();
+  TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() && x.dim() == 2 && weight.size(0) == (n + 15) / 16 &&
+                  weight.size(1) == (x.size(1) + per - 1) / per &&
+                  weight.scalar_type() == (scales ? at::kChar : x.scalar_type()),
               "the weight was packed for another product");
+  TORCH_CHECK(!scales || scales->numel() == weight.size(0) * 16);
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == n && bias->scalar_type() == x.scalar_type()));
   Tensor y = at::empty({x.size(0), n}, x.options());
-  if (y.numel())
-    table.linear(at::get_num_threads(), matrix(x.stride(1) == 1 ? x : x.contiguous()),
-                 static_cast<const uint32_t*>(words.const_data_ptr()), n, bias ? bias->const_data_ptr() : nullptr,
-                 y.data_ptr());
+  if (!y.numel()) return y;
+  const Matrix rows = matrix(x.stride(1) == 1 ? x : x.contiguous());
+  const uint32_t* words = static_cast<const uint32_t*>(weight.const_data_ptr());
+  const void* b = bias ? bias->const_data_ptr() : nullptr;
+  if (scales)
+    table.linear_int8(at::get_num_threads(), rows, words, data<float>(*scales), n, b, y.data_ptr());
+  else
+    table.linear(at::get_num_threads(), rows, words, n, b, y.data_ptr());
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> qkv(const Tensor& x, const Tensor& words, int64_t n, const OptionalTensor& bias,
-                                       int64_t q, int64_t k, int64_t isa) {
-  Tensor y = linear(x, words, n, bias, isa);
+std::tuple<Tensor, Tensor, Tensor> qkv(const Tensor& x, const Tensor& words, const OptionalTensor& scales, int64_t n,
+                                       const OptionalTensor& bias, int64_t q, int64_t k, int64_t isa) {
+  Tensor y = linear(x, words, scales, n, bias, isa);
   return {y.narrow(1, 0, q), y.narrow(1, q, k), y.narrow(1, q + k, n - q - k)};
 }
 
@@ -166,8 +186,11 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, cons
 TORCH_LIBRARY(framework_cpu, m) {
   m.def("isas() -> str[]", isas);
   m.def("pack(Tensor weight, int isa) -> Tensor");
-  m.def("linear(Tensor x, Tensor words, int n, Tensor? bias, int isa) -> Tensor");
-  m.def("qkv(Tensor x, Tensor words, int n, Tensor? bias, int q, int k, int isa) -> (Tensor, Tensor, Tensor)");
+  m.def("pack_int8(Tensor weight, int isa) -> (Tensor, Tensor)");
+  m.def("linear(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, int isa) -> Tensor");
+  m.def(
+      "qkv(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, int q, int k, int isa) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def("rmsnorm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps, int isa) -> Tensor");
   m.def("silu_mul(Tensor x, int isa) -> Tensor");
   m.def(
@@ -181,6 +204,7 @@ TORCH_LIBRARY(framework_cpu, m) {
 
 TORCH_LIBRARY_IMPL(framework_cpu, CPU, m) {
   m.impl("pack", pack);
+  m.impl("pack_int8", pack_int8);
   m.impl("linear", linear);
   m.impl("qkv", qkv);
   m.impl("rmsnorm", rmsnorm);

@@ -1,0 +1,190 @@
+// Products of bytes, y = x W^T + b with both sides rounded to 8 bits: W once, by columns of the result; x as it comes, by
+// rows. Sums are exact integers, and scaled once at the end.
+//
+// VNNI multiplies unsigned bytes of W by signed ones of x: 128 is added to W's, and 128 times the sum of a row of x taken
+// off again. Others multiply 16-bit numbers, into which two shifts make of a word of W: that holds them in the order
+// 0, 2, 1, 3, so that those at even bytes are neighbours.
+#pragma once
+#include "dot.h"
+#include "elementwise.h"
+#include "kernels.h"
+#include "parallel.h"
+#if defined(__SSE2__) && !defined(WIDTH)
+#include <immintrin.h>
+#endif
+
+namespace ISA {
+
+struct Integers {
+  using V = vi;
+  using C = int32_t;
+  static constexpr int per = 4;
+};
+
+#if defined(__AVX512VNNI__) || defined(PAIRS)
+struct DotInt8 : Integers {
+  using A = int8_t;
+  static constexpr int BIAS = 128, GROUPS = 4;
+  static constexpr int place(int i) { return i; }
+  static constexpr int rows(int groups) { return groups == 1 ? 12 : 6; }
+
+  template <int NV>
+  [[gnu::always_inline]] static void step(vi (&sums)[NV], vi (&)[NV], const vu (&w)[NV], const A* a) {
+#if defined(__AVX512VNNI__)
+    int32_t quad;
+    memcpy(&quad, a, 4);
+    UNROLL for (int v = 0; v < NV; v++)
+      sums[v] = (vi)_mm512_dpbusd_epi32((__m512i)sums[v], (__m512i)w[v], _mm512_set1_epi32(quad));
+#else
+    for (int v = 0; v < NV; v++)
+      for (int i = 0; i < 4; i++) sums[v] += (vi)(w[v] >> (8 * i) & 255) * a[i];
+#endif
+  }
+};
+#else
+// sums + products of the two 16-bit numbers in each word with the two in `pair`.
+inline vi dot_shorts(vi sums, vu words, int32_t pair) {
+#if defined(__AVX512BW__) && !defined(WIDTH)
+  return sums + (vi)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi32(pair));
+#elif defined(__AVX2__) && !defined(WIDTH)
+  return sums + (vi)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi32(pair));
+#elif defined(__SSE2__) && !defined(WIDTH)
+  return sums + (vi)_mm_madd_epi16((__m128i)words, _mm_set1_epi32(pair));
+#else
+  return sums + ((vi)(words << 16) >> 16) * int16_t(pair) + ((vi)words >> 16) * (pair >> 16);
+#endif
+}
+
+struct DotInt8 : Integers {
+  using A = int16_t;
+  static constexpr int BIAS = 0, GROUPS = W == 16 ? 2 : 1;
+  static constexpr int place(int i) { return i == 1 ? 2 : i == 2 ? 1 : i; }
+  static constexpr int rows(int groups) { return W == 16 ? (groups == 1 ? 12 : 10) : W == 8 ? 4 : 2; }
+
+  template <int NV>
+  [[gnu::always_inline]] static void step(vi (&even)[NV], vi (&odd)[NV], const vu (&w)[NV], const A* a) {
+    typedef int16_t vs __attribute__((vector_size(4 * W)));
+    int32_t first, second;
+    memcpy(&first, a, 4);
+    memcpy(&second, a + 2, 4);
+    UNROLL for (int v = 0; v < NV; v++) even[v] = dot_shorts(even[v], (vu)(((vs)w[v] << 8) >> 8), first);
+    UNROLL for (int v = 0; v < NV; v++) odd[v] = dot_shorts(odd[v], (vu)((vs)w[v] >> 8), second);
+  }
+};
+#endif
+
+// q = x / scale, to the nearest integer in [-127, 127]; returns the scale, a NaN if a value is none or infinite.
+template <class T, class Q>
+inline float quantize(const T* x, int64_t n, Q* q, int32_t& total) {
+  typedef Q vq __attribute__((vector_size(sizeof(Q) * W)));
+  const int64_t whole = n / W * W;
+  const vi sign = vi{} + 0x7fffffff;
+  vi top = {};  // magnitudes of floats are in the order of their bits; what is no number comes last
+  auto look = [&](vf v) {
+    vi bits = (vi)v & sign;
+    top = bits > top ? bits : top;
+  };
+  for (int64_t i = 0; i < whole; i += W) look(get(x + i));
+  if (whole < n) look(get(x + whole, n - whole));
+  int32_t most = 0x0da24260;  // 1e-30: what is smaller counts as 0
+  for (int i = 0; i < W; i++) most = top[i] > most ? top[i] : most;
+  if (most >= 0x7f800000) most = 0;
+  float largest;
+  memcpy(&largest, &most, 4);
+  const float factor = most ? 127 / largest : 0, magic = 12582912.0f;  // see exp
+  vi sums = {};
+  auto round = [&](vf v) {
+    vi r = (vi)((v * factor) + magic) - 0x4b400000;
+    return most ? r : vi{};
+  };
+  for (int64_t i = 0; i < whole; i += W) {
+    vi r = round(get(x + i));
+    sums += r;
+    store(q + i, __builtin_convertvector(r, vq));
+  }
+  if (whole < n) {
+    vi r = round(get(x + whole, n - whole));
+    sums += r;
+    vq some = __builtin_convertvector(r, vq);
+    memcpy(q + whole, &some, (n - whole) * sizeof(Q));
+  }
+  total = 0;
+  for (int i = 0; i < W; i++) total += sums[i];
+  return most ? largest / 127 : NAN;
+}
+
+template <class T>
+void pack_int8(int threads, const Matrix& weight, uint32_t* words, float* scales) {
+  using D = DotInt8;
+  const int64_t n = weight.rows, k = weight.columns, steps = round_up(k, D::per) / D::per;
+  parallel(threads, round_up(n, LANES) / LANES, [&](int64_t g) {
+    uint8_t* to = reinterpret_cast<uint8_t*>(words + g * steps * LANES);
+    memset(to, D::BIAS, steps * LANES * 4);
+    int8_t* q = scratch<int8_t>(k);
+    for (int64_t lane = 0; lane < LANES; lane++) {
+      const int64_t row = g * LANES + lane;
+      scales[row] = 0;
+      if (row >= n) continue;
+      int32_t total;
+      scales[row] = quantize(static_cast<const T*>(weight.data) + row * weight.pitch, k, q, total);
+      for (int64_t i = 0; i < k; i++)
+        to[(i / D::per * LANES + lane) * D::per + D::place(i % D::per)] = uint8_t(q[i] + D::BIAS);
+    }
+  });
+}
+
+// One row of y from its sums, of which `offset` has to be taken off.
+template <class T>
+inline void finish(const int32_t* c, int32_t offset, float scale, const float* scales, const T* bias, T* y, int64_t n) {
+  auto value = [&](int64_t i) {
+    return __builtin_convertvector(load<vi>(c + i) - offset, vf) * (scale * load<vf>(scales + i));
+  };
+  int64_t i = 0;
+  for (; i + W <= n; i += W) put(y + i, bias ? value(i) + get(bias + i) : value(i));
+  if (i < n) put(y + i, bias ? value(i) + get(bias + i, n - i) : value(i), n - i);
+}
+
+template <class T>
+void linear_int8(int threads, const Matrix& x, const uint32_t* words, const float* scales, int64_t n,
+                 const void* bias, void* y) {
+  using D = DotInt8;
+  using A = D::A;
+  constexpr int64_t ROWS = 96, BLOCK = 512, COLUMNS = 8, SMALL = 1 << 17;
+  const int64_t m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per, groups = round_up(n, LANES) / LANES;
+  if (m * n * k <= SMALL) threads = 1;
+  // Every task needs rows of x whole: they are rounded once, before.
+  const int64_t lda = round_up(steps * D::per * sizeof(A), 64) / sizeof(A) + 64 / sizeof(A);
+  A* a = scratch<A, 1>(m * (lda + 8 / sizeof(A)));
+  float* scale = reinterpret_cast<float*>(a + m * lda);
+  int32_t* offset = reinterpret_cast<int32_t*>(scale + m);
+  split(threads, m, m * k, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+      A* to = a + r * lda;
+      for (int64_t i = k; i < steps * D::per; i++) to[i] = 0;
+      scale[r] = quantize(static_cast<const T*>(x.data) + r * x.pitch, k, to, offset[r]);
+      offset[r] *= D::BIAS;
+    }
+  });
+  const bool single = m <= D::rows(D::GROUPS);
+  const int64_t block = single ? steps : std::min(steps, BLOCK);
+  const int64_t chunks = (m + ROWS - 1) / ROWS, chunk = round_up((m + chunks - 1) / chunks, D::rows(D::GROUPS));
+  int64_t columns = round_up(std::max<int64_t>(1, groups * chunks / (8 * threads)), D::GROUPS);
+  columns = std::min(columns, COLUMNS);
+  const int64_t across = (groups + columns - 1) / columns, ldc = columns * LANES;
+  parallel(threads, chunks * across, [&](int64_t task) {
+    const int64_t r0 = task / across * chunk, g0 = task % across * columns;
+    const int64_t rows = std::min(chunk, m - r0), some = std::min(columns, groups - g0);
+    int32_t* c = scratch<int32_t>(chunk * ldc);
+    for (int64_t s = 0; s < steps; s += block) {
+      const uint32_t* b = words + (g0 * steps + s) * LANES;
+      product<D>(rows, some, a + r0 * lda + s * D::per, lda,
+                 {&b, 1, std::min(block, steps - s), LANES, 0, steps * LANES}, c, ldc, s > 0);
+    }
+    const int64_t n0 = g0 * LANES;
+    for (int64_t r = r0; r < r0 + rows; r++)
+      finish(c + (r - r0) * ldc, offset[r], scale[r], scales + n0, bias ? static_cast<const T*>(bias) + n0 : nullptr,
+             static_cast<T*>(y) + r * n + n0, std::min(some * LANES, n - n0));
+  });
+}
+
+}  // namespace ISA
