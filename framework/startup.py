@@ -88,6 +88,7 @@ def build_engine(
         copy_rate=executor.copy_rate,
         compute_rate=executor.compute_rate,
         quantization=settings.quantization,
+        kv_dtype=executor.cache_spec.dtype,
     )
     return engine, info
 

@@ -90,7 +90,7 @@ def banner(info: EngineInfo, url: str, chat: bool) -> str:
         ("plugins", ", ".join(f"{kind} {name}" for kind, name in names)),
         (
             "KV cache",
-            f"{info.kv_blocks} blocks of {info.block_size} = {tokens} tokens "
+            f"{info.kv_blocks} blocks of {info.block_size} = {tokens} tokens in {info.kv_dtype or info.dtype} "
             f"({size(info.kv_blocks * info.block_bytes)}); {fit} request{'s' * (fit != 1)} of full length "
             f"fit{'s' * (fit == 1)}",
         ),

@@ -115,6 +115,11 @@ class KernelConformance:
                 )
         return backend, kind, device
 
+    @property
+    def _kv_dtype(self) -> torch.dtype | None:
+        name = self.settings.get("kv_dtype", "auto")
+        return None if name == "auto" else getattr(torch, name)
+
     def _pool(
         self,
         dtype: str,
@@ -130,7 +135,9 @@ class KernelConformance:
         for window in windows or (None,):
             ops = "rope_store", "attention", "copy_blocks"
             ready = self._ready(dtype, *ops, head_dim=size.head_dim, window=window, block_size=block_size)
-        return Pool(*ready, block_size=block_size, blocks=blocks, shape=size, layers=layers, seed=seed)
+        return Pool(
+            *ready, block_size=block_size, blocks=blocks, shape=size, layers=layers, seed=seed, kv_dtype=self._kv_dtype
+        )
 
     def test_some_model_can_run(self) -> None:
         """There is a dtype, a head size and a block size for which it declines nothing."""
@@ -254,7 +261,7 @@ class KernelConformance:
         if not small:
             pytest.skip("its caches are no tensors: what they take cannot be measured")
         group = CacheGroup(3, *self.shapes[0][1:])
-        said = pools[0].backend.block_bytes(group, pools[0].dtype, block_size)
+        said = pools[0].backend.block_bytes(group, self._kv_dtype or pools[0].dtype, block_size)
         assert (large - small) / 32 == said, f"a block takes {(large - small) / 32} bytes, not {said}"
 
     # The cache
@@ -326,7 +333,7 @@ class KernelConformance:
         """What goes to the host and comes back, in whatever order and to whichever block, is what it was."""
         pool = self._pool(dtype, block_size, self.shapes[0], 8, layers=2)
         group, pinned = CacheGroup(2, *self.shapes[0][1:]), {"pinned": True} if pool.device.type != "cpu" else {}
-        host = pool.backend.allocate(group, pool.dtype, block_size, 6, torch.device("cpu"), **pinned)
+        host = pool.backend.allocate(group, self._kv_dtype or pool.dtype, block_size, 6, torch.device("cpu"), **pinned)
         pool.fill()
         k, v = pool.k.clone(), pool.v.clone()
         out, back = [(1, 0), (2, 1), (3, 2), (7, 5), (5, 3)], [(5, 0), (0, 7), (1, 1), (2, 2), (3, 6)]

@@ -32,7 +32,8 @@ class PackedLinear(NamedTuple):
 
 
 class PackedPages(NamedTuple):
-    """One layer's cache. keys, values: [blocks, kv_heads, block_size / 16, 16 * padded head_dim], see csrc/kernels.h."""
+    """One layer's cache. keys, values: [blocks, kv_heads, block_size / 16, 16 * padded head_dim], see csrc/kernels.h;
+    int8: with 64 bytes behind, the 16 tokens' scales."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -53,6 +54,7 @@ class CpuBackend(ReferenceBackend):
     dtypes = (torch.float32, torch.bfloat16)
     block_sizes = tuple(range(PAGE, 257, PAGE))
     quantizations = ("int8",)
+    kv_dtypes = ("int8",)
     meta_type = CpuMeta
 
     def __init__(self, options: CpuOptions | None = None, quantization: str = "none") -> None:
@@ -131,9 +133,11 @@ class CpuBackend(ReferenceBackend):
     # Cache
 
     @staticmethod
-    def _page(group: CacheGroup, block_size: int) -> tuple[int, int, int]:
-        """Shape of a block's keys, and of its values: heads are padded to a multiple of 16."""
-        return group.kv_heads, block_size // PAGE, PAGE * (-(-group.head_dim // PAGE) * PAGE)
+    def _page(group: CacheGroup, dtype: torch.dtype, block_size: int) -> tuple[int, int, int]:
+        """Shape of a block's keys, and of its values: heads are padded to a multiple of 16, and behind a page of bytes
+        there is a float32 for each token."""
+        scales = PAGE * 4 if dtype == torch.int8 else 0
+        return group.kv_heads, block_size // PAGE, PAGE * (-(-group.head_dim // PAGE) * PAGE) + scales
 
     def allocate(self, *args: Any, **kwargs: Any) -> list[Any]:
         return [PackedPages(*pages) for pages in super().allocate(*args, **kwargs)]

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cmath>
 
+#include "bytes.h"
 #include "dot.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -15,9 +16,10 @@ constexpr int PAGES = 8;  // taken at a time
 constexpr int TOKENS = PAGES * LANES;
 
 // Softmax of one row of scores, tokens [low, high) of which are seen, against what came before: writes probabilities
-// (0 for the unseen), updates maximum and sum, and gives the factor for the sums so far.
+// (0 for the unseen), times `scales` if there are any, updates maximum and sum, and gives the factor for the sums so far.
 template <class A>
-inline float softmax(const float* s, A* p, int count, int low, int high, float scale, float& maximum, float& total) {
+inline float softmax(const float* s, A* p, int count, int low, int high, float scale, const float* scales,
+                     float& maximum, float& total) {
   const vf none = all(-INFINITY);
   const vi lane = lanes();
   vf top = none;
@@ -36,8 +38,8 @@ inline float softmax(const float* s, A* p, int count, int low, int high, float s
   for (int i = 0; i < count; i += W) {
     vi at = lane + i;
     vf x = (at >= low) & (at < high) ? exp(load<vf>(s + i) * scale - maximum) : vf{};
-    put(p + i, x);
-    sums += get(p + i);  // as rounded
+    put(p + i, scales ? x * load<vf>(scales + i) : x);
+    sums += scales ? x : get(p + i);  // as rounded
   }
   const float factor = before == maximum ? 1 : exp(all(before - maximum))[0];
   total = total * factor + sum(sums);
@@ -106,28 +108,46 @@ void attend(const Task& task, const Attention& work) {
     maximum[r] = -INFINITY;
     total[r] = 0;
   }
+  T* wide = cache.bytes ? scratch<T, 1>(PAGES * page) : nullptr;
+  float scales[TOKENS];
   bool more = false;
   for (int32_t t = task.begin; t < task.end; t += TOKENS) {
     const int count = (std::min<int32_t>(TOKENS, task.end - t) + LANES - 1) / LANES;
-    const uint32_t *keys[PAGES], *values[PAGES];
-    for (int i = 0; i < count; i++) {
-      const int32_t token = t + i * LANES;
-      const int64_t in = token % cache.block_size / LANES;
-      const int64_t offset = ((table[token / cache.block_size] * cache.kv_heads + task.head) * pages + in) * page;
-      keys[i] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(cache.keys) + offset);
-      values[i] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(cache.values) + offset);
-    }
+    const uint32_t* words[PAGES];
+    auto open = [&](const void* pool) {  // the pages of these tokens; those of bytes as copies, before the next are
+      for (int i = 0; i < count; i++) {
+        const int32_t token = t + i * LANES;
+        const int64_t in = token % cache.block_size / LANES;
+        const int64_t number = (table[token / cache.block_size] * cache.kv_heads + task.head) * pages + in;
+        const T* from = static_cast<const T*>(pool) + number * page;
+        if (cache.bytes) {
+          load_bytes(static_cast<const int8_t*>(pool) + number * page_bytes(padded), padded, wide + i * page,
+                     scales + i * LANES);
+          from = wide + i * page;
+        }
+        words[i] = reinterpret_cast<const uint32_t*>(from);
+      }
+    };
+    open(cache.keys);
     for (int i = 0; i < count; i++)
-      product<D>(rows, 1, q, lda, {keys + i, 1, depth / D::per, LANES, 0, 0}, scores + i * LANES, TOKENS, false);
+      product<D>(rows, 1, q, lda, {words + i, 1, depth / D::per, LANES, 0, 0}, scores + i * LANES, TOKENS, false);
+    if (cache.bytes)
+      for (int r = 0; r < rows; r++)
+        for (int i = 0; i < count * LANES; i += W) {
+          float* s = scores + r * TOKENS + i;
+          store(s, load<vf>(s) * load<vf>(scales + i));
+        }
+    open(cache.values);
     for (int r = 0; r < rows; r++) {
       const int64_t query = start + (task.row + r) / group;
       const int low = work.window ? std::max<int64_t>(0, query + 1 - work.window - t) : 0;
       const int high = std::min<int64_t>(count * LANES, query + 1 - t);
       const float factor =
-          softmax(scores + r * TOKENS, p + r * ldp, count * LANES, low, high, work.scale, maximum[r], total[r]);
+          softmax(scores + r * TOKENS, p + r * ldp, count * LANES, low, high, work.scale,
+                  cache.bytes ? scales : nullptr, maximum[r], total[r]);
       if (more && factor != 1) scaled(sums + r * padded, padded, factor);
     }
-    product<D>(rows, padded / LANES, p, ldp, {values, count, LANES / D::per, padded, 0, LANES}, sums, padded, more);
+    product<D>(rows, padded / LANES, p, ldp, {words, count, LANES / D::per, padded, 0, LANES}, sums, padded, more);
     more = true;
   }
   if (task.parts == 1) {

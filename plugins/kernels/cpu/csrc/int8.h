@@ -5,6 +5,7 @@
 // off again. Others multiply 16-bit numbers, into which two shifts make of a word of W: that holds them in the order
 // 0, 2, 1, 3, so that those at even bytes are neighbours.
 #pragma once
+#include "bytes.h"
 #include "dot.h"
 #include "elementwise.h"
 #include "kernels.h"
@@ -72,46 +73,6 @@ struct DotInt8 : Integers {
   }
 };
 #endif
-
-// q = x / scale, to the nearest integer in [-127, 127]; returns the scale, a NaN if a value is none or infinite.
-template <class T, class Q>
-inline float quantize(const T* x, int64_t n, Q* q, int32_t& total) {
-  typedef Q vq __attribute__((vector_size(sizeof(Q) * W)));
-  const int64_t whole = n / W * W;
-  const vi sign = vi{} + 0x7fffffff;
-  vi top = {};  // magnitudes of floats are in the order of their bits; what is no number comes last
-  auto look = [&](vf v) {
-    vi bits = (vi)v & sign;
-    top = bits > top ? bits : top;
-  };
-  for (int64_t i = 0; i < whole; i += W) look(get(x + i));
-  if (whole < n) look(get(x + whole, n - whole));
-  int32_t most = 0x0da24260;  // 1e-30: what is smaller counts as 0
-  for (int i = 0; i < W; i++) most = top[i] > most ? top[i] : most;
-  if (most >= 0x7f800000) most = 0;
-  float largest;
-  memcpy(&largest, &most, 4);
-  const float factor = most ? 127 / largest : 0, magic = 12582912.0f;  // see exp
-  vi sums = {};
-  auto round = [&](vf v) {
-    vi r = (vi)((v * factor) + magic) - 0x4b400000;
-    return most ? r : vi{};
-  };
-  for (int64_t i = 0; i < whole; i += W) {
-    vi r = round(get(x + i));
-    sums += r;
-    store(q + i, __builtin_convertvector(r, vq));
-  }
-  if (whole < n) {
-    vi r = round(get(x + whole, n - whole));
-    sums += r;
-    vq some = __builtin_convertvector(r, vq);
-    memcpy(q + whole, &some, (n - whole) * sizeof(Q));
-  }
-  total = 0;
-  for (int i = 0; i < W; i++) total += sums[i];
-  return most ? largest / 127 : NAN;
-}
 
 template <class T>
 void pack_int8(int threads, const Matrix& weight, uint32_t* words, float* scales) {

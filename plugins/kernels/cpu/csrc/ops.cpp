@@ -51,8 +51,11 @@ Rows rows(const Tensor& x) {
 
 Cache cache(const Tensor& keys, const Tensor& values, int64_t size) {
   TORCH_CHECK(keys.dim() == 4 && keys.is_contiguous() && values.is_contiguous() && keys.sizes() == values.sizes());
-  TORCH_CHECK(keys.size(3) % 16 == 0 && keys.size(3) / 16 >= size, "pages are too small for the head");
-  return {keys.data_ptr(), values.data_ptr(), keys.size(1), keys.size(2) * 16, size, keys.size(3) / 16};
+  TORCH_CHECK(keys.scalar_type() == values.scalar_type());
+  const bool bytes = keys.scalar_type() == at::kChar;
+  const int64_t padded = (keys.size(3) - (bytes ? 64 : 0)) / 16;  // 16 scales behind a page of bytes
+  TORCH_CHECK(keys.size(3) % 16 == 0 && padded >= size, "pages are too small for the head");
+  return {keys.data_ptr(), values.data_ptr(), keys.size(1), keys.size(2) * 16, size, padded, bytes};
 }
 
 template <class T>
@@ -139,7 +142,7 @@ void rope_store(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const Cache pages = cache(keys, values, k.size(-1));
   const int64_t tokens = q.size(0);
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type() &&
-              keys.scalar_type() == q.scalar_type() && values.scalar_type() == q.scalar_type());
+              (pages.bytes || keys.scalar_type() == q.scalar_type()));
   TORCH_CHECK(q.dim() == 3 && k.sizes() == v.sizes() && k.dim() == 3 && k.size(0) == tokens &&
               q.size(2) == k.size(2) && k.size(1) == pages.kv_heads && positions.numel() == tokens &&
               slots.numel() == tokens && cos.sizes() == sin.sizes() && 2 * cos.size(1) <= q.size(2));
@@ -163,12 +166,14 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, cons
                  const Tensor& cu_lens, const Tensor& seq_lens, const Tensor& tasks, const Tensor& counters,
                  double scale, int64_t window, int64_t isa) {
   const Kernels& table = kernels(isa, q);
-  TORCH_CHECK(q.dim() == 3 && q.scalar_type() == keys.scalar_type() && blocks.dim() == 2 && tasks.size(1) == TASK);
+  const Cache pages = cache(keys, values, q.size(2));
+  TORCH_CHECK(q.dim() == 3 && (pages.bytes || q.scalar_type() == keys.scalar_type()) && blocks.dim() == 2 &&
+              tasks.size(1) == TASK);
   Tensor out = at::empty({q.size(0), q.size(1) * q.size(2)}, q.options());
   const int32_t* parts = data<int32_t>(counters);
   std::vector<int32_t> remaining(parts, parts + counters.numel());
   const int64_t slots = std::accumulate(remaining.begin(), remaining.end(), int64_t(0));
-  Attention work{cache(keys, values, q.size(2)), rows(q), out.data_ptr(),
+  Attention work{pages, rows(q), out.data_ptr(),
                  reinterpret_cast<const Task*>(data<int32_t>(tasks)), tasks.size(0), data<int32_t>(blocks),
                  data<int32_t>(cu_lens), data<int32_t>(seq_lens), blocks.size(1), window, float(scale), nullptr,
                  remaining.data()};
