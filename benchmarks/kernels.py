@@ -1,10 +1,11 @@
 """Operations and whole steps of the kernel backends, side by side, and how far they are from the machine's limits.
 
-    python benchmarks/kernels.py [--shape smollm2-135m|qwen2.5-0.5b] [--dtype bfloat16] [--threads 2] [--kernels torch,cpu]
-        [--batches 1,8,32] [--context 256] [--prompt 1024] [--reps 7] [--isa auto]
+    python benchmarks/kernels.py [--shape smollm2-135m|qwen2.5-0.5b] [--dtype bfloat16] [--threads 2]
+        [--kernels torch,cpu] [--batches 1,8,32] [--context 256] [--prompt 1024] [--reps 7] [--isa auto]
 
 The backends take turns within each repetition, with random weights, and the fastest of each is printed: on a shared
-machine the others say more of the neighbours. With one thread its CPU time is taken, which neighbours hardly change. Weights and caches are more than fit in a cache, and used in turn.
+machine the others say more of the neighbours. With one thread its CPU time is taken, which they change little. Weights
+and caches are more than fit in the CPU's caches, and used in turn.
 Limits are measured in the same run: reading memory, and torch's float32 product.
 """
 
@@ -13,9 +14,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 from common import header
 
@@ -29,8 +30,9 @@ from framework.plugins.kernels.cpu import CpuOptions  # noqa: E402
 from framework.plugins.kernels.cpu.backend import CpuBackend  # noqa: E402
 from framework.plugins.kernels.torch_backend import TorchBackend  # noqa: E402
 from framework.plugins.models.llama import Llama  # noqa: E402
+from msgspec import structs  # noqa: E402
 
-from framework import Batch, KernelBackend  # noqa: E402
+from framework import Batch, KernelBackend, ModelSpec  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -94,7 +96,7 @@ class Bench:
                 shape = (rows,) if is_bias or len(target.shape) == 1 else (rows, target.shape[1])
                 yield name, torch.randn(shape, generator=generator) * 0.02 + (1 if name.endswith("norm.weight") else 0)
 
-    def step(self, starts: list[int], lens: list[int]) -> Callable[[], object]:
+    def step(self, starts: list[int], lens: list[int]) -> tuple[Callable[[], object], int]:
         one, blocks = batch(starts, lens)
         caches = self.backend.allocate(self.group, self.dtype, 16, blocks, CPU)
         for cache in caches:
@@ -107,7 +109,7 @@ class Bench:
             meta = self.backend.prepare(one, CPU)
             return self.model.forward(tokens, positions, caches, meta).argmax(-1)
 
-        return work
+        return work, 1
 
     def linear(self, m: int, n: int, k: int) -> tuple[Callable[[], object], int]:
         count = max(1, COLD // (n * k * self.dtype.itemsize)) if m < 256 else 1
@@ -125,7 +127,7 @@ class Bench:
         spec, group, itemsize = self.spec, self.group, self.dtype.itemsize
         count = 1 + COLD // (2 * blocks * 16 * group.kv_heads * group.head_dim * itemsize) if max(lens) < 16 else 1
         count = min(count, 60)
-        caches = self.backend.allocate(replace(group, layers=count), self.dtype, 16, blocks, CPU)
+        caches = self.backend.allocate(structs.replace(group, layers=count), self.dtype, 16, blocks, CPU)
         for cache in caches:
             for pages in cache:
                 pages.normal_()
@@ -138,27 +140,24 @@ class Bench:
 
         return work, count
 
-    def element_wise(self, m: int) -> dict[str, Callable[[], object]]:
+    def element_wise(self, op: str, m: int) -> tuple[Callable[[], object], int]:
         spec, backend = self.spec, self.backend
         inner = spec.config["intermediate_size"]
         x, wide = torch.randn(m, spec.hidden).to(self.dtype), torch.randn(m, 2 * inner).to(self.dtype)
         residual, weight = torch.zeros_like(x), torch.ones(spec.hidden, dtype=self.dtype)
         one, blocks = batch([100] * m, [1] * m)
-        (cache,) = backend.allocate(replace(self.group, layers=1), self.dtype, 16, blocks, CPU)
+        (cache,) = backend.allocate(structs.replace(self.group, layers=1), self.dtype, 16, blocks, CPU)
         meta, rope = backend.prepare(one, CPU), self.model._rope
         widths = [spec.heads * spec.head_dim, *[spec.kv_heads * spec.head_dim] * 2]
         parts = torch.randn(m, sum(widths)).to(self.dtype).split(widths, -1)
         q, k, v = (y.view(m, -1, spec.head_dim) for y in parts)
         positions = torch.full((m,), 100)
-
-        def repeated(work: Callable[[], object]) -> Callable[[], object]:
-            return lambda: [work() for _ in range(50)]
-
-        return {
-            "add_rmsnorm": repeated(lambda: backend.add_rmsnorm(x, residual, weight, 1e-5)),
-            "silu_mul": repeated(lambda: backend.silu_mul(wide)),
-            "rope_store": repeated(lambda: backend.rope_store(q, k, v, positions, rope, cache, 0, meta)),
+        ops: dict[str, Callable[[], object]] = {
+            "add_rmsnorm": lambda: backend.add_rmsnorm(x, residual, weight, 1e-5),
+            "silu_mul": lambda: backend.silu_mul(wide),
+            "rope_store": lambda: backend.rope_store(q, k, v, positions, rope, cache, 0, meta),
         }
+        return lambda: [ops[op]() for _ in range(50)], 50
 
 
 def main() -> None:
@@ -172,7 +171,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--isa", default="auto", help="instruction set of kernel cpu")
-    parser.add_argument("--steps-only", action="store_true", help="no single operations")
+    parser.add_argument("--only", default="", help="linear, attention, element or step")
     options = parser.parse_args()
     header()
     torch.set_num_threads(options.threads)
@@ -184,62 +183,69 @@ def main() -> None:
         print(f"{options.shape}, {options.dtype}, {options.threads} threads; limits measured: {bandwidth:.0f} GB/s, "
               f"{flops:.0f} GFLOP/s in float32")  # fmt: skip
         benches = {name: Bench(made[name](), config, dtype) for name in options.kernels.split(",")}
-        run(benches, options, config, bandwidth, flops)
+        batches = [int(size) for size in options.batches.split(",")]
+        some = cases(Llama.spec(config), dtype.itemsize, batches, options.context, options.prompt)
+        some = (case for case in some if options.only in ("", case.kind))
+        run(benches, some, options.reps, bandwidth, flops)
 
 
-def run(benches: dict[str, Bench], options: Any, config: dict[str, Any], bandwidth: float, flops: float) -> None:
-    names = list(benches)
-    print(f"{'ms':34}" + "".join(f"{name:>10}" for name in names) + f"{'ratio':>8}{'GB/s':>8}{'':>6}{'GFLOP/s':>9}{'':>6}")
+class Case(NamedTuple):
+    """make: what to time, and how often it does the operation. bytes, operations: of one."""
 
-    def report(what: str, times: dict[str, float], bytes: float, operations: float, count: int = 1) -> None:
-        last = times[names[-1]] / count
-        gb, gf = bytes / last / 1e9, operations / last / 1e9
-        shares = f"{gb:8.1f}{gb / bandwidth:6.0%}{gf:9.0f}{gf / flops:6.0%}"
-        row = "".join(f"{times[name] / count * 1e3:10.3f}" for name in names)
-        print(f"{what:34}{row}{times[names[0]] / times[names[-1]]:8.2f}{shares}", flush=True)
+    kind: str
+    what: str
+    make: Callable[[Bench], tuple[Callable[[], object], int]]
+    bytes: float
+    operations: float
 
-    hidden, inner, itemsize = config["hidden_size"], config["intermediate_size"], next(iter(benches.values())).dtype.itemsize
-    spec = next(iter(benches.values())).spec
-    projections = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    sizes = {"qkv": (projections, hidden), "o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
-    batches = [int(b) for b in options.batches.split(",")]
-    context = options.context
-    if not options.steps_only:
-        for name, (n, k) in sizes.items():
-            for m in [*batches, options.prompt]:
-                works = {key: bench.linear(m, n, k) for key, bench in benches.items()}
-                count = works[names[0]][1]
-                times = best(options.reps, {key: work for key, (work, _) in works.items()})
-                report(f"{name} {n}x{k}, {m} rows", times, (n * k + m * (n + k)) * itemsize, 2 * m * n * k, count)
-        token = 2 * spec.kv_heads * spec.head_dim * itemsize
-        for m in batches:
-            works = {key: bench.attention([context - 1] * m, [1] * m) for key, bench in benches.items()}
-            count = works[names[0]][1]
-            times = best(options.reps, {key: work for key, (work, _) in works.items()})
-            report(f"attention, {m} decodes of {context}", times, m * context * token,
-                   4 * m * context * spec.heads * spec.head_dim, count)  # fmt: skip
-        n = options.prompt
-        times = best(options.reps, {key: bench.attention([0], [n])[0] for key, bench in benches.items()})
-        report(f"attention, prompt of {n}", times, n * token, 2 * n * n * spec.heads * spec.head_dim)
-        for m in [*batches, options.prompt]:
-            works = {key: bench.element_wise(m) for key, bench in benches.items()}
-            for op in works[names[0]]:
-                times = best(options.reps, {key: some[op] for key, some in works.items()})
-                report(f"{op}, {m} rows", times, 0, 0, 50)
-    weights = (sum(n * k for n, k in sizes.values()) * spec.layers + hidden * spec.vocab_size)
-    steps = [(f"decode step, {m} requests", [context - 1] * m, [1] * m) for m in batches]
-    steps += [(f"prefill step, {options.prompt} tokens", [0], [options.prompt])]
+
+def cases(spec: ModelSpec, itemsize: int, batches: list[int], context: int, prompt: int) -> Iterator[Case]:
+    hidden, inner, attended = spec.hidden, spec.config["intermediate_size"], spec.heads * spec.head_dim
+    token = 2 * spec.kv_heads * spec.head_dim * itemsize
+    sizes = {
+        "qkv": ((spec.heads + 2 * spec.kv_heads) * spec.head_dim, hidden),
+        "o": (hidden, attended),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+    for name, (n, k) in sizes.items():
+        for m in [*batches, prompt]:
+            moved = (n * k + m * (n + k)) * itemsize
+            yield Case(
+                "linear", f"{name} {n}x{k}, {m} rows", partial(Bench.linear, m=m, n=n, k=k), moved, 2 * m * n * k
+            )
+    steps = [(f"{m} decodes of {context}", [context - 1] * m, [1] * m) for m in batches]
+    steps += [(f"prompt of {prompt}", [0], [prompt])]
+    layer, head = sum(n * k for n, k in sizes.values()), hidden * spec.vocab_size
+    whole = []
     for what, starts, lens in steps:
-        works = {key: bench.step(starts, lens) for key, bench in benches.items()}
-        for work in works.values():
+        seen = sum(starts) + sum(lens)
+        products = 4 * attended * sum((s + (n + 1) / 2) * n for s, n in zip(starts, lens, strict=True))
+        some = {"starts": starts, "lens": lens}
+        yield Case("attention", f"attention, {what}", partial(Bench.attention, **some), seen * token, products)
+        products = spec.layers * (products + 2 * sum(lens) * layer) + 2 * len(lens) * head
+        moved = (spec.layers * layer + head) * itemsize + spec.layers * seen * token
+        whole.append(Case("step", f"step, {what}", partial(Bench.step, **some), moved, products))
+    for m in [*batches, prompt]:
+        for op, values in (("add_rmsnorm", 4 * hidden), ("silu_mul", 3 * inner), ("rope_store", 3 * attended)):
+            yield Case("element", f"{op}, {m} rows", partial(Bench.element_wise, op=op, m=m), m * values * itemsize, 0)
+    yield from whole
+
+
+def run(benches: dict[str, Bench], some: Iterable[Case], reps: int, bandwidth: float, flops: float) -> None:
+    """The last backend's GB/s and GFLOP/s, and their share of the limits, are shown."""
+    first, last = next(iter(benches)), list(benches)[-1]
+    print(f"{'ms':30}{''.join(f'{name:>10}' for name in benches)}{'ratio':>8}{'GB/s':>8}{'GFLOP/s':>15}")
+    for case in some:
+        works = {name: case.make(bench) for name, bench in benches.items()}
+        count = works[last][1]
+        for work, _ in works.values():
             work()
-        times = best(options.reps, works)
-        rows, seen = sum(lens), sum(s + n for s, n in zip(starts, lens, strict=True))
-        cached = 2 * spec.layers * spec.kv_heads * spec.head_dim * itemsize * seen
-        products = 2 * rows * (weights - hidden * spec.vocab_size) + 2 * len(lens) * hidden * spec.vocab_size
-        pairs = sum((s + (n + 1) / 2) * n for s, n in zip(starts, lens, strict=True))
-        products += 4 * spec.layers * spec.heads * spec.head_dim * pairs
-        report(what, times, weights * itemsize + cached, products)
+        times = {name: t / count for name, t in best(reps, {name: work for name, (work, _) in works.items()}).items()}
+        gb, gf = case.bytes / times[last] / 1e9, case.operations / times[last] / 1e9
+        row = "".join(f"{times[name] * 1e3:10.3f}" for name in benches)
+        print(f"{case.what:30}{row}{times[first] / times[last]:8.2f}{gb:8.1f}{gb / bandwidth:6.0%}{gf:9.0f}"
+              f"{gf / flops:6.0%}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class ReferenceBackend(KernelBackend):
     """The oracle. Attention runs request by request in float32."""
 
     name = "reference"
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     meta_type: type[Meta] = Meta
 
     def supports(
@@ -69,8 +69,11 @@ class ReferenceBackend(KernelBackend):
             if pinned or device.type != "cpu":
                 return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
             # numpy asks for zeroed memory, which the system gives page by page as it is touched; torch.zeros writes
-            # it all, seconds for a large pool.
-            return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+            # it all, seconds for a large pool. Cut to begin where a cache line does.
+            size = prod(shape) * dtype.itemsize
+            memory = np.zeros(size + 63, np.uint8)
+            first = -memory.ctypes.data % 64
+            return torch.from_numpy(memory[first : first + size]).view(dtype).view(shape)
 
         return [Pages(pages(), pages()) for _ in range(group.layers)]
 

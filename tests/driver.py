@@ -63,6 +63,7 @@ def build(model: Path, spy: Spy | None = None, **options: Any) -> TorchExecutor:
             "dtype": "float32",
             "threads": 1,
             "block_size": BLOCK,
+            "kernel": "torch",  # blocks this small: not every backend has them
             "kv_blocks": BLOCKS,
             "max_num_seqs": 8,
             **options,

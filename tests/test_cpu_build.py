@@ -1,5 +1,5 @@
-"""The library of `--kernel cpu`: compiled once, kept whole, declined where it cannot be had; its kernels, without torch,
-under sanitizers."""
+"""The library of `--kernel cpu`: compiled once, kept whole, declined where it cannot be had; and its kernels, without
+torch, under sanitizers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_failed_build_says_why_and_leaves_nothing(cache: Path) -> None:
 def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(build.BuildError, match="cannot be used: .*; set XDG_CACHE_HOME"):
+    with pytest.raises(build.BuildError, match=r"cannot be used: .*; set XDG_CACHE_HOME"):
         build.library()
 
 

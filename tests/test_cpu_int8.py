@@ -102,6 +102,7 @@ def test_odd_numbers(isa: str) -> None:
         assert backend.logits(x, backend.pack("logits", weight))[0].isnan().nonzero().tolist() == [[3]]
         none = backend.linear(x[:0], backend.pack("linear", weight))
         assert none.shape == (0, 37)
+        assert torch.equal(backend.logits(x[3:].T.contiguous().T, packed), y[3:]), "columns are contiguous, not rows"
 
 
 def test_too_long_a_sum_is_refused() -> None:

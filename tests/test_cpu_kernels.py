@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -43,15 +44,15 @@ class _Lower(KernelConformance):
 
 
 class TestAvx512(_Lower):
-    options = {"isa": "avx512"}
+    options: ClassVar[dict[str, str]] = {"isa": "avx512"}
 
 
 class TestAvx2(_Lower):
-    options = {"isa": "avx2"}
+    options: ClassVar[dict[str, str]] = {"isa": "avx2"}
 
 
 class TestPortable(_Lower):
-    options = {"isa": "portable"}
+    options: ClassVar[dict[str, str]] = {"isa": "portable"}
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -77,7 +78,10 @@ class Scene:
         table, free = np.zeros((len(spans), max(needed)), np.int32), list(range(sum(needed)))[::-1]
         for row, count in zip(table, needed, strict=True):
             row[:count] = [free.pop() for _ in range(count)]
-        self.k, self.v = normal(sum(lengths), kv, size, dtype=dtype), normal(sum(lengths), kv, size, dtype=dtype, seed=1)
+        self.k, self.v = (
+            normal(sum(lengths), kv, size, dtype=dtype),
+            normal(sum(lengths), kv, size, dtype=dtype, seed=1),
+        )
         self.q = normal(sum(n for _, n in spans), heads, size, dtype=dtype, seed=2)
         self.spans, self.lengths, self.scale = spans, lengths, size**-0.5
         still = Rope(torch.ones(max(lengths), size // 2), torch.zeros(max(lengths), size // 2))
@@ -88,7 +92,9 @@ class Scene:
 
     def _prepare(self, table: np.ndarray, starts: list[int], lens: list[int]) -> Meta:
         some = np.ones(len(lens), np.bool_)
-        return self.backend.prepare(Batch(np.array(starts, np.int32), np.array(lens, np.int32), (table,), some, 16), CPU)
+        return self.backend.prepare(
+            Batch(np.array(starts, np.int32), np.array(lens, np.int32), (table,), some, 16), CPU
+        )
 
     def attend(self, window: int | None = None) -> torch.Tensor:
         return self.backend.attention(self.q.clone(), self.cache, 0, self.meta, self.scale, window)
@@ -97,7 +103,9 @@ class Scene:
         """In float64."""
         outputs = []
         parts = (x.double().split(self.lengths) for x in (self.k, self.v))
-        for (start, n), k, v, q in zip(self.spans, *parts, self.q.double().split([n for _, n in self.spans]), strict=True):
+        for (start, n), k, v, q in zip(
+            self.spans, *parts, self.q.double().split([n for _, n in self.spans]), strict=True
+        ):
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
             unseen = torch.arange(start, start + n)[:, None] < torch.arange(start + n)
@@ -145,7 +153,9 @@ def test_any_number_of_threads(isa: str, dtype: torch.dtype, threads: Callable[[
         attended.append(scene.attend().float())
     assert all(torch.equal(a, b) for some in products[1:] for a, b in zip(some, products[0], strict=True))
     for some in attended:
-        torch.testing.assert_close(some.double(), scene.expected(), rtol=0, atol=1e-5 if dtype == torch.float32 else 8e-3)
+        torch.testing.assert_close(
+            some.double(), scene.expected(), rtol=0, atol=1e-5 if dtype == torch.float32 else 8e-3
+        )
 
 
 @isas

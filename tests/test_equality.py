@@ -137,12 +137,27 @@ def test_alone(model: tuple[str, Path], folder: Path) -> None:
             assert_like([ref], llm)
 
 
-@pytest.mark.parametrize("budget", [8, 7, 40, 4096])
-def test_ragged_batch(model: tuple[str, Path], folder: Path, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "budget"), [("cpu", 8), ("cpu", 7), ("cpu", 40), ("cpu", 4096), ("torch", 7), ("torch", 4096)]
+)
+def test_ragged_batch(model: tuple[str, Path], folder: Path, kernel: str, budget: int) -> None:
     """32 requests that join at random steps. A small budget cuts prompts into chunks of every length up to it."""
     name, path = model
-    with _engine(path, max_num_batched_tokens=budget) as llm:
+    with _engine(path, kernel=kernel, max_num_batched_tokens=budget) as llm:
         assert_like(_references(folder, name), llm, seed=budget)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_preempted(model: tuple[str, Path], folder: Path, preemption: str, kernel: str) -> None:
+    """On a pool that holds few of them: blocks go to the host and come back elsewhere, or are computed again."""
+    name, path = model
+    blocks = 12 if name == "mistral-window" else 24  # what lies before the window is given back as they go
+    flags = {"kv_blocks": blocks, "swap_space": "1.0", "preemption": preemption, "max_num_seqs": 16}
+    with _engine(path, kernel=kernel, **flags) as llm:
+        assert_like(_references(folder, name), llm, seed=3)
+        stats = llm.engine.stats()
+    assert (stats.preemptions_swap if preemption == "swap" else stats.preemptions_recompute) >= 3
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])

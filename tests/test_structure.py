@@ -17,7 +17,9 @@ import framework
 ROOT = Path(__file__).parents[1]
 CODE = [path for folder in ("framework", "plugins", "server") for path in sorted((ROOT / folder).rglob("*.py"))]
 AROUND = [path for folder in ("tests", "benchmarks", "docs") for path in sorted((ROOT / folder).rglob("*.py"))]
-NATIVE = [path for folder in ("plugins", "tests") for kind in ("*.cpp", "*.h") for path in sorted((ROOT / folder).rglob(kind))]
+NATIVE = [
+    path for folder in ("plugins", "tests") for kind in ("*.cpp", "*.h") for path in sorted((ROOT / folder).rglob(kind))
+]
 
 
 def name(path: Path) -> str:

@@ -9,5 +9,5 @@ from pydantic import BaseModel, Field
 
 class CpuOptions(BaseModel):
     isa: Literal["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"] = Field(
-        "auto", description="Instruction set; auto: the best that the CPU has."
+        default="auto", description="Instruction set; auto: the best that the CPU has."
     )

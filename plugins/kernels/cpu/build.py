@@ -71,7 +71,7 @@ def load(say: Callable[[str], None]) -> list[str]:
     names of the instruction sets compiled, by index. Raises `BuildError`."""
     if not hasattr(torch.ops.framework_cpu, "isas"):
         try:
-            torch.ops.load_library(str(library(say)))
+            torch.ops.load_library(str(library(say)))  # type: ignore[no-untyped-call]
         except (OSError, RuntimeError) as error:
             raise BuildError(f"the compiled library cannot be loaded: {error}") from error
     names: list[str] = torch.ops.framework_cpu.isas()

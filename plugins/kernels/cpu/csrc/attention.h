@@ -87,7 +87,8 @@ void attend(const Task& task, const Attention& work) {
   using T = typename D::T;
   using A = typename D::A;
   const Cache& cache = work.cache;
-  const int64_t size = cache.size, padded = cache.padded, page = LANES * padded, pages = cache.block_size / LANES;
+  const int64_t size = cache.size, padded = cache.padded, values_of_page = LANES * padded;
+  const int64_t page = cache.bytes ? page_bytes(padded) : values_of_page * sizeof(T), pages = cache.block_size / LANES;
   const int64_t depth = round_up(size, D::per), group = work.q.inner / cache.kv_heads;
   const int64_t lda = depth + 64 / sizeof(A), ldp = TOKENS + 64 / sizeof(A);
   const int rows = task.rows;
@@ -108,36 +109,39 @@ void attend(const Task& task, const Attention& work) {
     maximum[r] = -INFINITY;
     total[r] = 0;
   }
-  T* wide = cache.bytes ? scratch<T, 1>(PAGES * page) : nullptr;
+  T* wide = cache.bytes ? scratch<T, 1>(PAGES * values_of_page) : nullptr;
   float scales[TOKENS];
   bool more = false;
   for (int32_t t = task.begin; t < task.end; t += TOKENS) {
     const int count = (std::min<int32_t>(TOKENS, task.end - t) + LANES - 1) / LANES;
+    // Of each page a pointer, and to the first of the next tokens, if any.
+    const char *keys[PAGES + 1], *values[PAGES];
+    for (int i = 0; i <= count; i++) {
+      const int32_t token = i < count || t + TOKENS < task.end ? t + i * LANES : t;
+      const int64_t in = token % cache.block_size / LANES;
+      const int64_t offset = ((table[token / cache.block_size] * cache.kv_heads + task.head) * pages + in) * page;
+      keys[i] = static_cast<const char*>(cache.keys) + offset;
+      if (i < count) values[i] = static_cast<const char*>(cache.values) + offset;
+    }
     const uint32_t* words[PAGES];
-    auto open = [&](const void* pool) {  // the pages of these tokens; those of bytes as copies, before the next are
-      for (int i = 0; i < count; i++) {
-        const int32_t token = t + i * LANES;
-        const int64_t in = token % cache.block_size / LANES;
-        const int64_t number = (table[token / cache.block_size] * cache.kv_heads + task.head) * pages + in;
-        const T* from = static_cast<const T*>(pool) + number * page;
-        if (cache.bytes) {
-          load_bytes(static_cast<const int8_t*>(pool) + number * page_bytes(padded), padded, wide + i * page,
-                     scales + i * LANES);
-          from = wide + i * page;
-        }
-        words[i] = reinterpret_cast<const uint32_t*>(from);
+    auto words_of = [&](int i, const char* at, const char* next) {  // those of bytes as copies
+      if (cache.bytes) {
+        load_bytes(reinterpret_cast<const int8_t*>(at), next, padded, wide + i * values_of_page, scales + i * LANES);
+        at = reinterpret_cast<const char*>(wide + i * values_of_page);
       }
+      return words[i] = reinterpret_cast<const uint32_t*>(at);
     };
-    open(cache.keys);
-    for (int i = 0; i < count; i++)
-      product<D>(rows, 1, q, lda, {words + i, 1, depth / D::per, LANES, 0, 0}, scores + i * LANES, TOKENS, false);
-    if (cache.bytes)
-      for (int r = 0; r < rows; r++)
-        for (int i = 0; i < count * LANES; i += W) {
-          float* s = scores + r * TOKENS + i;
-          store(s, load<vf>(s) * load<vf>(scales + i));
-        }
-    open(cache.values);
+    for (int i = 0; i < count; i++) {
+      words_of(i, keys[i], values[i]);
+      product<D>(rows, 1, q, lda, {words + i, 1, reinterpret_cast<const uint32_t*>(values[i]), depth / D::per, LANES, 0},
+                 scores + i * LANES, TOKENS, false);
+    }
+    for (int r = 0; r < rows && cache.bytes; r++)
+      for (int i = 0; i < count * LANES; i += W) {
+        float* s = scores + r * TOKENS + i;
+        store(s, load<vf>(s) * load<vf>(scales + i));
+      }
+    for (int i = 0; i < count; i++) words_of(i, values[i], i + 1 < count ? values[i + 1] : keys[count]);
     for (int r = 0; r < rows; r++) {
       const int64_t query = start + (task.row + r) / group;
       const int low = work.window ? std::max<int64_t>(0, query + 1 - work.window - t) : 0;
@@ -147,7 +151,9 @@ void attend(const Task& task, const Attention& work) {
                   cache.bytes ? scales : nullptr, maximum[r], total[r]);
       if (more && factor != 1) scaled(sums + r * padded, padded, factor);
     }
-    product<D>(rows, padded / LANES, p, ldp, {words, count, LANES / D::per, padded, 0, LANES}, sums, padded, more);
+    product<D>(rows, padded / LANES, p, ldp,
+               {words, count, reinterpret_cast<const uint32_t*>(keys[count]), LANES / D::per, padded, LANES}, sums,
+               padded, more);
     more = true;
   }
   if (task.parts == 1) {

@@ -68,12 +68,15 @@ inline void put_integers(float* p, vf x) { store(p, x); }
 
 inline void put_integers(bf16* p, vf x) { store(p, __builtin_convertvector((vu)x >> 16, vh)); }  // exact
 
-// The bytes of a page as numbers, and the scales.
+// The bytes of a page as numbers, and the scales; `next` is fetched meanwhile.
 template <class T>
-inline void load_bytes(const int8_t* page, int64_t padded, T* to, float* scales) {
+inline void load_bytes(const int8_t* page, const char* next, int64_t padded, T* to, float* scales) {
   typedef int8_t vb __attribute__((vector_size(W)));
-  for (int64_t i = 0; i < 16 * padded; i += W)
-    put_integers(to + i, __builtin_convertvector(__builtin_convertvector(load<vb>(page + i), vi), vf));
+  for (int64_t line = 0; line < 16 * padded; line += 64) {
+    __builtin_prefetch(next + line);
+    UNROLL for (int i = 0; i < 64; i += W)
+      put_integers(to + line + i, __builtin_convertvector(__builtin_convertvector(load<vb>(page + line + i), vi), vf));
+  }
   memcpy(scales, page + 16 * padded, 64);
 }
 

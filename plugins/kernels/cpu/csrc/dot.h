@@ -13,7 +13,6 @@ namespace ISA {
 
 constexpr int LANES = 16;       // columns of a group, tokens of a page
 constexpr int VG = LANES / W;  // vectors of a group
-constexpr int AHEAD = 384;      // words between what is read and what is fetched meanwhile
 
 template <int N>
 struct At {
@@ -27,11 +26,12 @@ struct Floats {
   using C = float;
 };
 
-// GROUPS: groups of columns that one pass of the inner loop takes, ROWS[...]: rows, for one group and for GROUPS.
+// GROUPS: groups of columns that one pass of the inner loop takes; rows(groups): rows that go with so many; SUMS: vectors
+// of sums that leave registers for the rest.
 struct DotF32 : Floats {
   using T = float;
   using A = float;
-  static constexpr int per = 1;
+  static constexpr int per = 1, SUMS = W == 16 ? 24 : 12;
   static constexpr int GROUPS = W == 16 ? 4 : 1;
   static constexpr int rows(int groups) { return W == 16 ? (groups == 1 ? 12 : 6) : W == 8 ? 6 : 2; }
 
@@ -45,7 +45,7 @@ struct DotF32 : Floats {
 struct DotBF16 : Floats {
   using T = bf16;
   using A = bf16;
-  static constexpr int per = 2;
+  static constexpr int per = 2, SUMS = 24;
   static constexpr int GROUPS = 4;
   static constexpr int rows(int groups) { return groups == 1 ? 12 : 6; }
 
@@ -60,7 +60,7 @@ struct DotBF16 : Floats {
 struct DotBF16 : Floats {
   using T = bf16;
   using A = float;
-  static constexpr int per = 2;
+  static constexpr int per = 2, SUMS = W == 16 ? 20 : 8;
   static constexpr int GROUPS = W == 16 ? 2 : 1;
   static constexpr int rows(int groups) { return W == 16 ? (groups == 1 ? 12 : 10) : W == 8 ? 4 : 2; }
 
@@ -88,11 +88,12 @@ inline void row(float* a, const bf16* x, int64_t n, int64_t padded) {
 }
 
 // Where B is: `count` blocks of `steps` rows of words, `pitch` words from row to row; group g of columns begins
-// `offset + g * group` words into each block.
+// `g * group` words into each block. While one block is read, the next is fetched, and `next` while the last is.
 struct Words {
   const uint32_t* const* blocks;
   int count;
-  int64_t steps, pitch, offset, group;
+  const uint32_t* next;
+  int64_t steps, pitch, group;
 };
 
 template <class D, int M, int NG>
@@ -100,19 +101,22 @@ inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, 
                 bool more) {
   using V = typename D::V;
   constexpr int NV = NG * VG;
-  constexpr int U = M * NV >= 8 ? 1 : M * NV >= 4 ? 2 : 4;  // enough independent sums to hide the latency of one
+  // Independent sums hide the latency of one, as far as there are registers.
+  constexpr int U = 4 * M * NV <= D::SUMS ? 4 : 2 * M * NV <= D::SUMS ? 2 : 1;
   V acc[U][M][NV] = {};
   if (more)
     UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) acc[0][m][v] = load<V>(c + m * ldc + v * W);
   for (int i = 0; i < b.count; i++) {
-    const uint32_t* w = b.blocks[i] + b.offset + g * b.group;
+    const uint32_t* w = b.blocks[i] + g * b.group;
+    const uint32_t* soon = (i + 1 < b.count ? b.blocks[i + 1] : b.next) + g * b.group;
     auto step = [&](auto u) __attribute__((always_inline)) {
       constexpr int at = decltype(u)::value, other = U > 1 ? at ^ 1 : at;
       vu words[NV];
       UNROLL for (int v = 0; v < NV; v++) words[v] = load<vu>(w + (v / VG) * b.group + (v % VG) * W);
-      UNROLL for (int v = 0; v < NV; v += VG) __builtin_prefetch(w + (v / VG) * b.group + AHEAD);
+      UNROLL for (int v = 0; v < NV; v += VG) __builtin_prefetch(soon + (v / VG) * b.group);
       UNROLL for (int m = 0; m < M; m++) D::template step<NV>(acc[at][m], acc[other][m], words, a + m * lda);
       w += b.pitch;
+      soon += b.pitch;
       a += D::per;
     };
     int64_t s = 0;

@@ -25,7 +25,7 @@ struct Integers {
 #if defined(__AVX512VNNI__) || defined(PAIRS)
 struct DotInt8 : Integers {
   using A = int8_t;
-  static constexpr int BIAS = 128, GROUPS = 4;
+  static constexpr int BIAS = 128, GROUPS = 4, SUMS = 24;
   static constexpr int place(int i) { return i; }
   static constexpr int rows(int groups) { return groups == 1 ? 12 : 6; }
 
@@ -58,7 +58,7 @@ inline vi dot_shorts(vi sums, vu words, int32_t pair) {
 
 struct DotInt8 : Integers {
   using A = int16_t;
-  static constexpr int BIAS = 0, GROUPS = W == 16 ? 2 : 1;
+  static constexpr int BIAS = 0, GROUPS = W == 16 ? 2 : 1, SUMS = W == 16 ? 20 : 8;
   static constexpr int place(int i) { return i == 1 ? 2 : i == 2 ? 1 : i; }
   static constexpr int rows(int groups) { return W == 16 ? (groups == 1 ? 12 : 10) : W == 8 ? 4 : 2; }
 
@@ -111,6 +111,7 @@ void linear_int8(int threads, const Matrix& x, const uint32_t* words, const floa
   using D = DotInt8;
   using A = D::A;
   constexpr int64_t ROWS = 96, BLOCK = 512, COLUMNS = 8, SMALL = 1 << 17;
+  constexpr int AHEAD = 384;  // as in linear.h
   const int64_t m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per, groups = round_up(n, LANES) / LANES;
   if (m * n * k <= SMALL) threads = 1;
   // Every task needs rows of x whole: they are rounded once, before.
@@ -139,7 +140,7 @@ void linear_int8(int threads, const Matrix& x, const uint32_t* words, const floa
     for (int64_t s = 0; s < steps; s += block) {
       const uint32_t* b = words + (g0 * steps + s) * LANES;
       product<D>(rows, some, a + r0 * lda + s * D::per, lda,
-                 {&b, 1, std::min(block, steps - s), LANES, 0, steps * LANES}, c, ldc, s > 0);
+                 {&b, 1, b + AHEAD, std::min(block, steps - s), LANES, steps * LANES}, c, ldc, s > 0);
     }
     const int64_t n0 = g0 * LANES;
     for (int64_t r = r0; r < r0 + rows; r++)

@@ -40,6 +40,7 @@ void linear(int threads, const Matrix& x, const uint32_t* words, int64_t n, cons
   using T = typename D::T;
   using A = typename D::A;
   constexpr int64_t ROWS = 96, BLOCK = 512, COLUMNS = 8, SMALL = 1 << 16;
+  constexpr int AHEAD = 384;  // words from what is read to what is fetched meanwhile
   const int64_t m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per, groups = round_up(n, LANES) / LANES;
   const bool single = m <= D::rows(D::GROUPS);  // every word is used once: take it in the order of memory
   const int64_t block = single ? steps : std::min(steps, BLOCK);
@@ -60,7 +61,7 @@ void linear(int threads, const Matrix& x, const uint32_t* words, int64_t n, cons
       for (int64_t r = 0; r < rows; r++)
         row(a + r * lda, from + r * x.pitch, std::min(count * D::per, k - first), count * D::per);
       const uint32_t* b = words + (g0 * steps + s) * LANES;
-      product<D>(rows, some, a, lda, {&b, 1, count, LANES, 0, steps * LANES}, c, ldc, s > 0);
+      product<D>(rows, some, a, lda, {&b, 1, b + AHEAD, count, LANES, steps * LANES}, c, ldc, s > 0);
     }
     const int64_t n0 = g0 * LANES;
     for (int64_t r = 0; r < rows; r++)

@@ -99,7 +99,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scale
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == n && bias->scalar_type() == x.scalar_type()));
   Tensor y = at::empty({x.size(0), n}, x.options());
   if (!y.numel()) return y;
-  const Matrix rows = matrix(x.stride(1) == 1 ? x : x.contiguous());
+  const Tensor flat = x.stride(1) == 1 ? x : x.contiguous();
+  const Matrix rows = matrix(flat);
   const uint32_t* words = static_cast<const uint32_t*>(weight.const_data_ptr());
   const void* b = bias ? bias->const_data_ptr() : nullptr;
   if (scales)
