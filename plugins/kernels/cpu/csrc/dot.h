@@ -2,8 +2,8 @@
 //
 // A word holds one column's values of `per` neighbouring rows of B: one float32, or two bfloat16. Packed weights, pages
 // of keys (columns: tokens) and pages of values (columns: elements of a head) are all of this shape. A holds rows of
-// plain values, prepared by `row` in the type that the instruction set multiplies by. Sums are vectors V of values C; int8.h
-// adds bytes, whose sums are integers.
+// plain values, prepared by `row` in the type that the instruction set multiplies by. int8.h adds bytes, whose sums V are
+// integers.
 #pragma once
 #include <algorithm>
 
@@ -23,7 +23,8 @@ inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 
 struct Floats {
   using V = vf;
-  using C = float;
+  static vf start(const void*, const float* c, bool more) { return more ? load<vf>(c) : vf{}; }
+  static void finish(vf sums, const void*, float* c, bool) { store(c, sums); }
 };
 
 // GROUPS: groups of columns that one pass of the inner loop takes; rows(groups): rows that go with so many; SUMS: vectors
@@ -97,15 +98,13 @@ struct Words {
 };
 
 template <class D, int M, int NG>
-inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, typename D::C* c, int64_t ldc,
-                bool more) {
+inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, float* c, int64_t ldc, bool more) {
   using V = typename D::V;
   constexpr int NV = NG * VG;
   // Independent sums hide the latency of one, as far as there are registers.
   constexpr int U = 4 * M * NV <= D::SUMS ? 4 : 2 * M * NV <= D::SUMS ? 2 : 1;
   V acc[U][M][NV] = {};
-  if (more)
-    UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) acc[0][m][v] = load<V>(c + m * ldc + v * W);
+  UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) acc[0][m][v] = D::start(a + m * lda, c + m * ldc + v * W, more);
   for (int i = 0; i < b.count; i++) {
     const uint32_t* w = b.blocks[i] + g * b.group;
     const uint32_t* soon = (i + 1 < b.count ? b.blocks[i + 1] : b.next) + g * b.group;
@@ -129,12 +128,12 @@ inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, 
   UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) {
     V total = acc[0][m][v];
     UNROLL for (int u = 1; u < U; u++) total += acc[u][m][v];
-    store(c + m * ldc + v * W, total);
+    D::finish(total, a + m * lda, c + m * ldc + v * W, more);
   }
 }
 
 template <class D, int M, int NG>
-inline void rows(int64_t m, const typename D::A* a, int64_t lda, const Words& b, int64_t g, typename D::C* c,
+inline void rows(int64_t m, const typename D::A* a, int64_t lda, const Words& b, int64_t g, float* c,
                  int64_t ldc, bool more) {
   if constexpr (M > 0) {
     if (m >= M)
@@ -147,7 +146,7 @@ inline void rows(int64_t m, const typename D::A* a, int64_t lda, const Words& b,
 // C [m][16 * groups] = (more ? C : 0) + A [m] B. Rows outside, so that a few rows of A stay in the nearest cache.
 template <class D>
 inline void product(int64_t m, int64_t groups, const typename D::A* a, int64_t lda, const Words& b,
-                    typename D::C* c, int64_t ldc, bool more) {
+                    float* c, int64_t ldc, bool more) {
   constexpr int NG = D::GROUPS, M = D::rows(NG), M1 = D::rows(1);
   auto even = [m](int64_t most) { return (m + (m + most - 1) / most - 1) / ((m + most - 1) / most); };
   const int64_t whole = groups / NG * NG, some = even(M), some1 = even(M1);

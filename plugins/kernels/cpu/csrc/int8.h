@@ -1,5 +1,6 @@
-// Products of bytes, y = x W^T + b with both sides rounded to 8 bits: W once, by columns of the result; x as it comes, by
-// rows. Sums are exact integers, and scaled once at the end.
+// Products of bytes, y = x W^T + b with both sides rounded to 8 bits: W once, with a scale for each column of the result;
+// x as it comes, with one for each SPAN of neighbours in a row, as a few of its values are often far larger than all
+// others. Sums over a span are exact integers.
 //
 // VNNI multiplies unsigned bytes of W by signed ones of x: 128 is added to W's, and 128 times the sum of a row of x taken
 // off again. Others multiply 16-bit numbers, into which two shifts make of a word of W: that holds them in the order
@@ -16,10 +17,23 @@
 
 namespace ISA {
 
+constexpr int SPAN = 64;
+
+// Before a span of A: what its sums begin with. Behind it: its scale.
 struct Integers {
   using V = vi;
-  using C = int32_t;
   static constexpr int per = 4;
+  [[gnu::always_inline]] static vi start(const void* a, const float*, bool) {
+    int32_t offset;
+    memcpy(&offset, static_cast<const char*>(a) - 4, 4);
+    return vi{} + offset;
+  }
+  [[gnu::always_inline]] static void finish(vi sums, const void* a, float* c, bool more) {
+    float scale;
+    memcpy(&scale, a, 4);
+    vf x = __builtin_convertvector(sums, vf) * scale;
+    store(c, more ? load<vf>(c) + x : x);
+  }
 };
 
 #if defined(__AVX512VNNI__) || defined(PAIRS)
@@ -94,12 +108,27 @@ void pack_int8(int threads, const Matrix& weight, uint32_t* words, float* scales
   });
 }
 
-// One row of y from its sums, of which `offset` has to be taken off.
+// One row of A: spans, each a multiple of `per` values long, between two words of its own.
 template <class T>
-inline void finish(const int32_t* c, int32_t offset, float scale, const float* scales, const T* bias, T* y, int64_t n) {
-  auto value = [&](int64_t i) {
-    return __builtin_convertvector(load<vi>(c + i) - offset, vf) * (scale * load<vf>(scales + i));
-  };
+inline void row_int8(const T* x, int64_t k, DotInt8::A* a) {
+  constexpr int64_t WORD = 4 / sizeof *a;
+  a += WORD;
+  for (int64_t i = 0; i < k; i += SPAN) {
+    const int64_t n = std::min<int64_t>(SPAN, k - i), padded = round_up(n, DotInt8::per);
+    for (int64_t j = n; j < padded; j++) a[j] = 0;
+    int32_t total;
+    const float scale = quantize(x + i, n, a, total);
+    const int32_t offset = -DotInt8::BIAS * total;
+    memcpy(a - WORD, &offset, 4);
+    memcpy(a + padded, &scale, 4);
+    a += padded + 2 * WORD;
+  }
+}
+
+// One row of y from the sums of its products with bytes.
+template <class T>
+inline void finish(const float* c, const float* scales, const T* bias, T* y, int64_t n) {
+  auto value = [&](int64_t i) { return load<vf>(c + i) * load<vf>(scales + i); };
   int64_t i = 0;
   for (; i + W <= n; i += W) put(y + i, bias ? value(i) + get(bias + i) : value(i));
   if (i < n) put(y + i, bias ? value(i) + get(bias + i, n - i) : value(i), n - i);
@@ -110,42 +139,35 @@ void linear_int8(int threads, const Matrix& x, const uint32_t* words, const floa
                  const void* bias, void* y) {
   using D = DotInt8;
   using A = D::A;
-  constexpr int64_t ROWS = 96, BLOCK = 512, COLUMNS = 8, SMALL = 1 << 17;
-  constexpr int AHEAD = 384;  // as in linear.h
+  constexpr int64_t ROWS = 96, COLUMNS = 8, SMALL = 1 << 17, AHEAD = 384;  // as in linear.h
+  constexpr int64_t BLOCK = SPAN / D::per, WORD = 4 / sizeof(A), STRIDE = SPAN + 2 * WORD;
   const int64_t m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per, groups = round_up(n, LANES) / LANES;
   if (m * n * k <= SMALL) threads = 1;
   // Every task needs rows of x whole: they are rounded once, before.
-  const int64_t lda = round_up(steps * D::per * sizeof(A), 64) / sizeof(A) + 64 / sizeof(A);
-  A* a = scratch<A, 1>(m * (lda + 8 / sizeof(A)));
-  float* scale = reinterpret_cast<float*>(a + m * lda);
-  int32_t* offset = reinterpret_cast<int32_t*>(scale + m);
+  const int64_t lda = round_up((steps + BLOCK - 1) / BLOCK * STRIDE, 64 / sizeof(A)) + 64 / sizeof(A);
+  A* a = scratch<A, 1>(m * lda);
   split(threads, m, m * k, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) {
-      A* to = a + r * lda;
-      for (int64_t i = k; i < steps * D::per; i++) to[i] = 0;
-      scale[r] = quantize(static_cast<const T*>(x.data) + r * x.pitch, k, to, offset[r]);
-      offset[r] *= D::BIAS;
-    }
+    for (int64_t r = begin; r < end; r++) row_int8(static_cast<const T*>(x.data) + r * x.pitch, k, a + r * lda);
   });
-  const bool single = m <= D::rows(D::GROUPS);
-  const int64_t block = single ? steps : std::min(steps, BLOCK);
   const int64_t chunks = (m + ROWS - 1) / ROWS, chunk = round_up((m + chunks - 1) / chunks, D::rows(D::GROUPS));
   int64_t columns = round_up(std::max<int64_t>(1, groups * chunks / (8 * threads)), D::GROUPS);
   columns = std::min(columns, COLUMNS);
-  const int64_t across = (groups + columns - 1) / columns, ldc = columns * LANES;
+  const int64_t across = (groups + columns - 1) / columns, ldc = D::GROUPS * LANES;
   parallel(threads, chunks * across, [&](int64_t task) {
-    const int64_t r0 = task / across * chunk, g0 = task % across * columns;
-    const int64_t rows = std::min(chunk, m - r0), some = std::min(columns, groups - g0);
-    int32_t* c = scratch<int32_t>(chunk * ldc);
-    for (int64_t s = 0; s < steps; s += block) {
-      const uint32_t* b = words + (g0 * steps + s) * LANES;
-      product<D>(rows, some, a + r0 * lda + s * D::per, lda,
-                 {&b, 1, b + AHEAD, std::min(block, steps - s), LANES, steps * LANES}, c, ldc, s > 0);
+    const int64_t r0 = task / across * chunk, rows = std::min(chunk, m - r0);
+    const int64_t first = task % across * columns, last = std::min(groups, first + columns);
+    float* c = scratch<float>(chunk * ldc);
+    for (int64_t g = first; g < last; g += D::GROUPS) {  // few columns at once: the sums stay in the nearest cache
+      const int64_t some = std::min<int64_t>(D::GROUPS, last - g), n0 = g * LANES;
+      for (int64_t s = 0; s < steps; s += BLOCK) {
+        const uint32_t* b = words + (g * steps + s) * LANES;
+        product<D>(rows, some, a + r0 * lda + s / BLOCK * STRIDE + WORD, lda,
+                   {&b, 1, b + AHEAD, std::min(BLOCK, steps - s), LANES, steps * LANES}, c, ldc, s > 0);
+      }
+      for (int64_t r = 0; r < rows; r++)
+        finish(c + r * ldc, scales + n0, bias ? static_cast<const T*>(bias) + n0 : nullptr,
+               static_cast<T*>(y) + (r0 + r) * n + n0, std::min(some * LANES, n - n0));
     }
-    const int64_t n0 = g0 * LANES;
-    for (int64_t r = r0; r < r0 + rows; r++)
-      finish(c + (r - r0) * ldc, offset[r], scale[r], scales + n0, bias ? static_cast<const T*>(bias) + n0 : nullptr,
-             static_cast<T*>(y) + r * n + n0, std::min(some * LANES, n - n0));
   });
 }
 
