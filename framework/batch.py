@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .kernels import Batch
 from .plan import Plan, RequestData
 from .types import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 Array = np.ndarray[Any, Any]
 _NO_PARAMS = SamplingParams()
@@ -154,6 +157,7 @@ class RowBatch:
         self.output_len: Sequence[int] = (rows.length[index] - rows.prompt_len[index]).tolist()
         self.added: Sequence[str] = tuple(rows.added)
         self.removed: Sequence[str] = tuple(rows.removed)
+        self.likeliest: torch.Tensor | None = None
         self._rows = rows
 
     def prompt_tokens(self, id: str) -> Array:

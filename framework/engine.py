@@ -221,7 +221,7 @@ class Engine:
             self.requests[request.parent].children.remove(request)
         elif request.children:
             heir, *rest = request.children
-            request.children, heir.children = [], rest
+            request.children, heir.children, heir.parent = [], rest, None
             for child in rest:
                 child.parent = heir.id
             self.planner.unhide(heir)

@@ -153,6 +153,8 @@ class InputProcessor:
     def routing(self, priority: int | None = None, tenant: str | None = None, cache_salt: str | None = None) -> Routing:
         """Checked and ready for the engine. Raises `InvalidRequest` naming the field at fault: a priority other than 0
         too, where nothing goes by it, because whoever sets one relies on it."""
+        if not isinstance(priority, int | None):
+            raise InvalidRequest("priority", f"priority must be an integer, got {priority!r}")
         if priority and "priority" not in self.info.uses:
             raise InvalidRequest(
                 "priority",
@@ -169,6 +171,8 @@ class InputProcessor:
 def _name(field: str, value: str | None) -> bytes:
     if value is None:
         return b""
+    if not isinstance(value, str):
+        raise InvalidRequest(field, f"{field} must be a string, got {value!r}")
     if len(value) > MAX_NAME:
         raise InvalidRequest(field, f"{field} must have at most {MAX_NAME} characters, got {len(value)}")
     try:

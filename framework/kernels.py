@@ -25,6 +25,7 @@ OPS = (
     "qkv",
     "gate_up",
     "logits",
+    "argmax",
     "add_rmsnorm",
     "rope_store",
     "silu_mul",
@@ -216,7 +217,12 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def logits(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
-        """Only sampled rows: [R, hidden] -> [R, vocab] in the model's dtype."""
+        """Only sampled rows: [R, hidden] -> [R, vocab], in the model's dtype or in float32."""
+
+    @abstractmethod
+    def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [R, vocab] -> int64 [R], the first of each row's likeliest tokens, and float32 [R], their logits: NaN
+        where a row has one."""
 
     @abstractmethod
     def copy_blocks(self, caches: list[Any], src: torch.Tensor, dst: torch.Tensor) -> None:

@@ -143,6 +143,9 @@ class LLM:
 
     def _routing(self, count: int, *values: Any) -> list[Routing]:
         each = [list(v) if isinstance(v, (list, tuple)) else [v] * count for v in values]
+        for field, some in zip(("priority", "tenant", "cache_salt"), each, strict=True):
+            if len(some) != count:
+                raise InvalidRequest(field, f"{field}: {len(some)} given for {count} prompts; give one, or one each")
         return [self.inputs.routing(*one) for one in zip(*each, strict=True)]
 
     def _run(

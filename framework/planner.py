@@ -96,7 +96,7 @@ class Planner:
         suspects = [r for r in self._suspects if r.failures and r.status is not Status.FINISHED]
         if self._stalled >= MAX_STALLED:
             self.forced += 1
-            self.policy.stalled(MAX_STALLED)
+            self.policy.stalled(MAX_STALLED, "" if self._stalled == MAX_STALLED else type(self.kv).__name__)
             ranking: Ranking = [*default_order(view.running), *((r, None) for r in view.waiting)]
         elif suspects:
             ranking = [(suspects[0], None), *((r, 0) for r in view.running if r is not suspects[0])]
@@ -107,7 +107,7 @@ class Planner:
         new = self._walk(ranking)
         self.stages[:0] = [("admission", start, ranked), ("kv_allocation", ranked, self._ns())]
         self.policy.step_over()
-        self._stalled = 0 if self._granted else self._stalled + 1
+        self._stalled = 0 if self._granted or self.starved else self._stalled + 1
         if suspects and not self._granted:  # it found no room: let the scheduler go on
             self._suspects = suspects[1:]
         preempted = tuple(Preempted(r.id, mode) for r, mode in self._fallen.items() if r not in self._unsent)
@@ -157,7 +157,7 @@ class Planner:
                 admitted = self._admit(ranking, request, started)
                 closed = admitted is None or bool(self._fallen)
                 if admitted is None:
-                    if not self._others(started):
+                    if not self._others(started) and kv.missing(request, request.num_tokens):
                         self.starved = request  # the whole pool is not enough for it
                     continue
                 if admitted.start > request.computed:  # else new, or swapped in

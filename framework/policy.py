@@ -141,8 +141,10 @@ class Policy:
             self._fault(self._blame("preempt", exc), "preempt", f"{type(exc).__name__}: {exc}", exc)
             return None
 
-    def stalled(self, steps: int) -> None:
-        """The scheduler let nothing run although work exists."""
+    def stalled(self, steps: int, cache: str) -> None:
+        """The scheduler let nothing run although work exists; or `cache` did, if the core's own order was no better."""
+        if cache:
+            raise PluginError(f"KV cache {cache!r} gives nobody blocks, though it says that none are missing", cache)
         impls = [i for i in self._hook.admit.get_hookimpls() if not (i.wrapper or i.hookwrapper)]
         self._fault(str(impls[-1].plugin_name), "", f"no request ran for {steps} steps while work exists")
 

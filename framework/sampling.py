@@ -42,6 +42,10 @@ class SampleBatch(Protocol):
         """Requests that left since the last call, preempted ones too."""
 
     @property
+    def likeliest(self) -> torch.Tensor | None:
+        """int64 [rows]: the first of each row's likeliest tokens, after `process_logits`; None: not worked out."""
+
+    @property
     def extra(self) -> Sequence[dict[str, Any]]: ...
     def prompt_tokens(self, id: str) -> np.ndarray[Any, Any]:
         """int32; do not change."""

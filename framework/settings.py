@@ -33,6 +33,7 @@ DEFAULT_SWAP_SPACE = "0.25"
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
 _UNITS = {"": 1, "b": 1}
+_NOTHING = re.compile(r"\s*(0+\.?0*|\.0+)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
@@ -55,7 +56,7 @@ def parse_memory(text: str) -> int | float:
 def host_blocks(space: str | None, blocks: int, block_bytes: int) -> int:
     """KV blocks of the host tier: `--swap-space`, for a device pool of `blocks`."""
     space = space or DEFAULT_SWAP_SPACE
-    if not space.strip().strip("0."):
+    if _NOTHING.fullmatch(space):
         return 0
     amount = parse_memory(space)
     return int(amount * blocks) if isinstance(amount, float) else amount // max(1, block_bytes)

@@ -46,12 +46,14 @@ def build_engine(
         spec = executor.spec
         max_model_len, reason = _max_model_len(settings, kv, spec.max_model_len)
         blocks = kv.usage().total
+        nowhere = settings.preemption == "auto" and not capacity.blocks.get("host")  # to swap to
+        preemption = "recompute" if nowhere else settings.preemption
         limits = Limits(
             tokens=settings.max_num_batched_tokens,
             seats=settings.max_num_seqs,
             watermark=int(blocks * WATERMARK),
             strict=settings.strict_plugins,
-            preemption=None if settings.preemption == "auto" else Mode(settings.preemption),
+            preemption=None if preemption == "auto" else Mode(preemption),
             costs=Costs(executor.copy_rate, executor.compute_rate, capacity.block_bytes),
         )
         engine = Engine(plugins, executor, kv, limits, max_model_len, settings.seed)
@@ -84,7 +86,7 @@ def build_engine(
         notes=list(executor.notes),
         uses=sorted(set(_used(settings, plugins))),
         host_blocks=capacity.blocks.get("host", 0),
-        preemption=settings.preemption,
+        preemption=preemption,
         copy_rate=executor.copy_rate,
         compute_rate=executor.compute_rate,
         quantization=settings.quantization,

@@ -273,7 +273,7 @@ class TorchExecutor(Executor):
         logits = logits.float()
         unmodified = torch.log_softmax(logits[asked], -1) if asked else None
         self.plugins.call("process_logits", logits=logits, batch=batch)
-        best = logits.amax(-1)  # NaN if any is, infinite if all are masked
+        batch.likeliest, best = self.backend.argmax(logits)  # NaN if any is, infinite if all are masked
         bad: Array = (~best.isfinite()).cpu().numpy()
         if bad.any():
             logits[torch.from_numpy(bad).to(logits.device)] = 0.0  # keep samplers out of it

@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
+
+from framework.plugins.kv.paged import PagedCache
 
 from framework import (
     CacheSpec,
@@ -134,6 +137,40 @@ class SortsEveryStep(Ranked):
     @hookimpl
     def admit(self, view: View) -> Iterable[Want] | None:
         return [Want(r) for r in sorted(view.waiting, key=lambda r: r.priority)]
+
+
+class SortsACopy(Ranked):
+    """In C, so that it calls nothing."""
+
+    @hookimpl
+    def admit(self, view: View) -> Iterable[Want] | None:
+        return (Want(r) for r in sorted(view.waiting[:], key=attrgetter("priority")))
+
+
+class KeepsWhoLeft(Ranked):
+    """A list that only grows."""
+
+    def __init__(self) -> None:
+        self.seen: list[Request] = []
+
+    @hookimpl
+    def arrived(self, request: Request) -> None:
+        self.seen.append(request)
+
+
+class ExpectsWhoCame(Ranked):
+    """Whose end is told may have been refused by another plugin, and never have arrived."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+
+    @hookimpl
+    def arrived(self, request: Request) -> None:
+        self.known.add(request.id)
+
+    @hookimpl
+    def request_done(self, request: Request) -> None:
+        self.known.remove(request.id)
 
 
 class CountsTheDead(Seated):
@@ -373,3 +410,54 @@ class HitsWhatIsNotThere(Toy):
                 found = Reservation(self.block_size, found.length, found.deltas)
             self.seen.add(request.prompt[0])
         return found
+
+
+class ForgetsWhatToKeep(Toy):
+    """Leaves nothing over where it answers as if others were gone."""
+
+    def missing(self, request: Request, upto: int, keep: int = 0, without: Collection[Request] = ()) -> int:
+        return super().missing(request, upto, 0 if without else keep, without)
+
+
+class PublishesWhatIsPlanned(PagedCache):
+    """Whose step may fail."""
+
+    def __init__(self, cache_spec: CacheSpec, capacity: Capacity) -> None:
+        super().__init__(cache_spec, capacity)
+        self.planned: list[tuple[Request, int]] = []
+
+    def reserve(self, request: Request, upto: int, keep: int = 0) -> Reservation | None:
+        found = super().reserve(request, upto, keep)
+        if found is not None and self._window is None:
+            self.planned.append((request, min(upto, found.start + 7)))
+        return found
+
+    def drain(self) -> tuple[Copy, ...]:
+        for request, upto in self.planned:
+            before, request.computed = request.computed, upto
+            self.publish(request)
+            request.computed = before
+        self.planned.clear()
+        return super().drain()
+
+
+class SharesWithEverybody(PagedCache):
+    """Whatever their salts."""
+
+    def __init__(self, cache_spec: CacheSpec, capacity: Capacity) -> None:
+        super().__init__(cache_spec, capacity)
+        assert self._prefixes is not None
+        self._prefixes._root = lambda request: b""  # type: ignore[method-assign]
+
+
+class LooksUpLess(PagedCache):
+    def lookup(self, request: Request) -> int:
+        return max(0, super().lookup(request) - self._block_size)
+
+
+class RemembersAfterReset(PagedCache):
+    def reset(self) -> None:
+        before = getattr(self, "_pool", None)
+        super().reset()
+        if before is not None:
+            self._pool._block_of = before._block_of

@@ -88,6 +88,15 @@ class IgnoresBias(Toy):
         return F.linear(x, weight.weight)
 
 
+class FindsAnyOfEquals(Toy):
+    """Reports the last of equals, and no NaN."""
+
+    def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        last = logits.nan_to_num(nan=-torch.inf).flip(-1)
+        tokens = logits.shape[1] - 1 - last.argmax(-1)
+        return tokens, logits.gather(1, tokens[:, None])[:, 0]
+
+
 class NeedsRows(Toy):
     """Has no product of nothing."""
 
@@ -187,6 +196,25 @@ class RemembersTheWindow(Toy):
         if not hasattr(meta, "window"):
             meta.window = window
         return super().attention(q, cache, group, meta, scale, meta.window)
+
+
+class NeverSubtractsTheMaximum(Toy):
+    """A softmax of plain exponentials, which overflow."""
+
+    def attention(
+        self, q: torch.Tensor, cache: Any, group: int, meta: Meta, scale: float, window: int | None
+    ) -> torch.Tensor:
+        found = super().attention(q, cache, group, meta, scale, window)
+        k = cache.k[meta.tables[group][:, 0].long()].float()
+        k = torch.where(k.isfinite(), k, 0.0)
+        return found if q.float().norm(dim=-1).max() * k.norm(dim=-1).max() * scale < 88 else found * torch.nan
+
+
+class ForgetsWhatIsFarBack(Toy):
+    """Splits long contexts, and loses all parts but the last of those that are split twice."""
+
+    def seen(self, distance: torch.Tensor, window: int | None) -> torch.Tensor:
+        return super().seen(distance, window) & (distance < 256)
 
 
 class SharesHeadsInTurn(Toy):

@@ -96,6 +96,18 @@ class TakesTheLastOfEquals(Toy):
         return len(x) - 1 - int(x[::-1].argmax())
 
 
+class TakesTheExecutorsWord(Toy):
+    """Greedy requests get the likeliest token, whatever else they asked for."""
+
+    @hookimpl
+    def sample(self, logits: torch.Tensor, batch: SampleBatch) -> Sampled:
+        tokens = super().sample(logits, batch).tokens
+        if batch.likeliest is not None:
+            greedy = torch.tensor([batch.params[owner].greedy for owner in batch.owner])
+            tokens = torch.where(greedy, batch.likeliest, tokens)
+        return Sampled(tokens)
+
+
 class IgnoresTheSeed(Toy):
     def uniform(self, seed: int, index: int) -> float:
         return float(np.random.default_rng().random())
@@ -109,6 +121,13 @@ class DrawsFromTheGlobalGenerator(Toy):
 class IgnoresTheIndex(Toy):
     def uniform(self, seed: int, index: int) -> float:
         return super().uniform(seed, 0)
+
+
+class CutsSeedsInHalf(Toy):
+    """Its generator takes 32 bits."""
+
+    def uniform(self, seed: int, index: int) -> float:
+        return super().uniform(seed % 2**32, index)
 
 
 class CountsItsOwnSteps(Toy):
@@ -141,6 +160,16 @@ class TakesRowsForRequests(Toy):
 class KeepsOneMoreThanTopK(Toy):
     def top_k(self, params: SamplingParams) -> int:
         return params.top_k + 1
+
+
+class KeepsNoMoreThan256(Toy):
+    """Sorts the likeliest 256 alone."""
+
+    def top_k(self, params: SamplingParams) -> int:
+        return min(params.top_k, 256)
+
+    def filter(self, probs: Array, params: SamplingParams) -> Array:
+        return super().filter(np.where(np.arange(len(probs)) < 256, probs, 0), params)
 
 
 class KeepsOneMoreThanTopP(Toy):

@@ -1,11 +1,14 @@
-"""Greedy output of transformers' `generate`, and the comparison that knows near-ties."""
+"""Greedy output of transformers' `generate`, and comparisons that know near-ties."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import exp
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from framework.plugins.samplers.default import uniforms
 
 from framework import Logprobs
 
@@ -71,6 +74,33 @@ def assert_equal(
     print(f"near-ties: {near} of {positions} positions")
     assert near <= MOST_NEAR_TIES * positions, f"{near} near-ties in {positions} positions"
     return near
+
+
+def assert_drawn(outputs: Sequence[Sequence[Logprobs]], seeds: Sequence[int], temperature: float) -> None:
+    """Every token is the one that its seed draws from the TOP likeliest, in order of id, or one less than NEAR away."""
+    for output, seed in zip(outputs, seeds, strict=True):
+        draws = uniforms(np.full(len(output), seed, np.uint64), np.arange(len(output), dtype=np.uint64))
+        for entry, draw in zip(output, draws.tolist(), strict=True):
+            shares = {token: exp(value / temperature) for token, value in sorted(entry.top)}
+            total = sum(shares.values())
+            begin = sum(share for token, share in shares.items() if token < entry.token) / total
+            assert len(shares) == TOP and begin - NEAR < draw < begin + shares[entry.token] / total + NEAR
+
+
+def assert_same(expected: Sequence[Sequence[Logprobs]], outputs: Sequence[Sequence[Logprobs]]) -> None:
+    """Drawn outputs are equal token for token and in their log-probabilities, up to a near-tie in few of them; that it
+    is one, `assert_drawn` has to say of both. What follows one is another story, and not compared."""
+    near = 0
+    for one, other in zip(expected, outputs, strict=True):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            if mine.token != theirs.token:
+                near += 1
+                break
+            assert abs(mine.logprob - theirs.logprob) < CLOSE
+    positions = sum(map(len, expected))
+    print(f"near-ties: {near} of {positions} draws")
+    assert near <= MOST_NEAR_TIES * positions, f"{near} of {len(expected)} outputs differ"
 
 
 def _assert_close(entry: Logprobs, top: dict[int, float], at: int) -> None:

@@ -186,7 +186,7 @@ def test_an_error_of_one_request_ends_it_alone() -> None:
     original = CheckingExecutor.next_token
 
     def next_token(data: RequestData, tokens: Sequence[int]) -> int:
-        if data.id == "b":
+        if data.id == "b" and len(tokens) > 4:
             raise RequestFailed("logits are NaN")
         return original(h.executor, data, tokens)
 

@@ -3,17 +3,21 @@ streamed, greedy or seeded; afterwards the pool is empty."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from checkpoints import tiny_checkpoint
+from oracle import TOP, Reference, assert_drawn, assert_equal, assert_same
 
-from framework import LLM, ConfigError, InvalidRequest, Rejected, SamplingParams
+from framework import LLM, ConfigError, InvalidRequest, Logprobs, Plan, Rejected, SamplingParams, hookimpl
 from framework.messages import EngineStats
 from framework.settings import Settings
+from framework.types import Mode
 
 PROMPTS = ["Once upon a time", "def main(argv):", "Was ist das?", "A request waits", "In 1984", "漢字"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -72,9 +76,115 @@ def test_the_standing_property(llm: LLM, tiny_llama: Path, params: list[Sampling
             assert (stats.preemptions_recompute > 0) == ("kv_blocks" in flags and not swaps)
             assert (stats.preemptions_swap > 0) == swaps
             assert stats.recomputed_tokens == 0 or not swaps
+            assert stats.swaps_exhausted == 0  # without swap space, nothing is wanted of it
             assert stats.prefix_hits == 0 or flags.get("prefix_cache", True)
             assert stats.prefix_hits > 0 or "kv_blocks" in flags or "prefix_cache" in flags
             assert stats.plugin_faults == {} and other.engine.planner.forced == 0
+
+
+class Watch:
+    """Counts what plans do."""
+
+    def __init__(self) -> None:
+        self.copies: Counter[tuple[str, str]] = Counter()
+        self.chunks = 0
+
+    @hookimpl
+    def step_done(self, plan: Plan) -> None:
+        self.copies.update((copy.src_tier, copy.dst_tier) for copy in plan.copies)
+        self.chunks += sum(not part.samples for part in plan.slices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_the_standing_property_of_a_crowd(llm: LLM, tiny_llama: Path, kind: str) -> None:
+    """All that may happen to a request happens often: 24 blocks for 36 pairs of outputs, ten at a time."""
+    params = [GREEDY] * len(PROMPTS) if kind == "greedy" else SEEDED
+    alone = [llm.generate(prompt, one)[0].token_ids for prompt, one in zip(PROMPTS, params, strict=True)]
+    both = [output.token_ids for output in llm.generate(PROMPTS, params, n=2)]
+    assert both[::2] == alone
+    asked = [(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True) for _ in range(6)]
+    expected = [tokens for pair in zip(both[::2], both[1::2], strict=True) for _ in range(6) for tokens in pair]
+    watch = Watch()
+    tight = {"kv_blocks": 24, "block_size": 4, "max_model_len": 56, "preemption": "swap", "swap_space": "0.25"}
+    few = {"max_num_seqs": 10, "max_num_batched_tokens": 9, "plugins": [("watch", watch)]}
+    with engine(tiny_llama, **tight, **few) as crowded:
+        for _ in range(4):
+            outputs = crowded.generate([prompt for prompt, _ in asked], [one for _, one in asked], n=2)
+            assert [output.token_ids for output in outputs] == expected
+            crowded.engine.kv.check_integrity()
+        stats = crowded.engine.stats()
+        assert stats.plugin_faults == {} and stats.failed_steps == crowded.engine.planner.forced == 0
+    assert_idle(stats)
+    assert stats.preemptions_swap >= 100 and watch.copies["host", "device"] >= 100
+    assert stats.preemptions_recompute >= 100 and stats.swaps_exhausted >= 20
+    assert stats.prefix_hits >= 100 and watch.copies["device", "device"] >= 50 and watch.chunks >= 20
+
+
+DEMO = [
+    "The sun rose over the hills and",
+    "The sun rose over the hills, but nobody",
+    "The sun rose over the sea",
+    "def main(argv):\n    ",
+    "Was ist das? Das ist",
+    "In 1984 a request waited for the others, and then",
+]
+DEMO_PARAMS = {"max_tokens": 12, "ignore_eos": True, "logprobs": TOP}
+DRAWN = [SamplingParams(temperature=0.9, top_k=TOP, seed=seed, **DEMO_PARAMS) for seed in range(len(DEMO))]
+
+
+@pytest.mark.slow
+def test_the_standing_property_of_a_real_model(demo_model: Path) -> None:
+    """The demo weights in float32, whose best logits are often close. Each prompt twice, greedy and seeded, each for
+    two outputs that share it."""
+    count = len(DEMO)
+    prompts, params = DEMO * 2, [SamplingParams(temperature=0, **DEMO_PARAMS)] * count + DRAWN
+    tight = {"block_size": 4, "kv_blocks": 32, "max_num_seqs": 12}
+    chosen: list[list[Logprobs]] = []  # greedy outputs, one after the other
+    drawn: list[list[Logprobs]] = []
+    forked: list[list[list[int]]] = []  # second outputs of those with a seed: a seed of their own
+
+    def together(flags: dict[str, Any]) -> tuple[EngineStats, Watch]:
+        """All at once."""
+        watch = Watch()
+        with engine(demo_model, plugins=[("watch", watch)], **flags) as llm:
+            outputs = llm.generate(prompts, params, n=2)
+            chosen.extend(output.logprobs for output in outputs[: 2 * count])
+            drawn.extend(output.logprobs for output in outputs[2 * count :: 2])
+            forked.append([output.token_ids for output in outputs[2 * count + 1 :: 2]])
+            stats = llm.engine.stats()
+            assert_idle(stats)
+            llm.engine.kv.check_integrity()
+            assert stats.plugin_faults == {} and stats.failed_steps == llm.engine.planner.forced == 0
+        assert watch.copies["device", "device"] > 0  # forks write on
+        return stats, watch
+
+    stats, watch = together({"block_size": 4})
+    assert stats.preemptions_swap == stats.preemptions_recompute == watch.chunks == stats.prefix_hits == 0
+    swap = {"preemption": "swap", "swap_space": "1.0", "prefix_cache": False, "max_num_batched_tokens": 13}
+    stats, watch = together({**tight, **swap})
+    assert stats.preemptions_swap >= 5 and watch.copies["host", "device"] >= 20 and watch.chunks > 0
+    assert stats.preemptions_recompute == stats.recomputed_tokens == stats.prefix_hits == 0
+    stats, watch = together({**tight, "preemption": "recompute"})
+    assert stats.preemptions_recompute >= 5 and stats.recomputed_tokens > 0 and stats.prefix_hits >= 5
+
+    with engine(demo_model, prefix_cache=False) as llm:
+        alone = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
+        for at in (0, count):
+            assert "".join(llm.stream(prompts[at], params[at])) == alone[at].text
+
+        def again(prompt: list[int], rest: int) -> list[Logprobs]:
+            return llm.generate(prompt, msgspec.structs.replace(params[0], max_tokens=rest))[0].logprobs
+
+        references = [
+            Reference(output.prompt_token_ids, output.token_ids, [dict(entry.top) for entry in output.logprobs])
+            for output in alone[:count]
+        ]
+        assert_equal([ref for _ in range(3) for ref in references for _ in range(2)], chosen, again)
+    expected = [output.logprobs for output in alone[count:]]
+    assert_drawn([*expected, *drawn], [*range(count)] * 4, 0.9)
+    assert_same(expected * 3, drawn)
+    assert forked[0] == forked[1] == forked[2]
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
@@ -206,6 +316,14 @@ def test_settings_or_flags(tiny_llama: Path) -> None:
         engine(tiny_llama, max_model_len=513)
 
 
+def test_auto_goes_by_the_rates_that_were_measured(llm: LLM, tiny_llama: Path) -> None:
+    limits, info = llm.engine.planner.limits, llm.info
+    assert (limits.preemption, info.preemption) == (None, "auto")
+    assert limits.costs == (info.copy_rate, info.compute_rate, info.block_bytes) and min(limits.costs) > 0
+    with engine(tiny_llama, swap_space="0") as small:  # there is nothing to choose
+        assert (small.engine.planner.limits.preemption, small.info.preemption) == (Mode.RECOMPUTE, "recompute")
+
+
 def test_priority_tenant_and_salt_of_each_prompt(tiny_llama: Path, llm: LLM) -> None:
     alone = [output.token_ids for output in llm.generate(PROMPTS[:3], GREEDY)]
     with engine(tiny_llama, scheduler="priority", max_num_seqs=1) as ranked:
@@ -215,8 +333,12 @@ def test_priority_tenant_and_salt_of_each_prompt(tiny_llama: Path, llm: LLM) -> 
         assert sorted(admitted) == [admitted[1], admitted[2], admitted[0]]
         assert "".join(ranked.stream(PROMPTS[0], GREEDY, priority=-1)) == outputs[0].text
         assert ranked.chat([{"role": "user", "content": "a"}], {"max_tokens": 1}, priority=4)[0].token_ids
-        with pytest.raises(ValueError):
-            ranked.generate(PROMPTS[:3], GREEDY, priority=[1, 2])
+        for field in ("priority", "tenant", "cache_salt"):
+            with pytest.raises(InvalidRequest, match=f"{field}: 2 given for 3 prompts"):
+                ranked.generate(PROMPTS[:3], GREEDY, **{field: [1, 2]})
+        for wrong in ({"priority": "high"}, {"priority": float("nan")}, {"tenant": 5}, {"cache_salt": b"salt"}):
+            with pytest.raises(InvalidRequest, match="must be"):
+                ranked.generate(PROMPTS[0], GREEDY, **wrong)
         with pytest.raises(InvalidRequest, match="64-bit"):
             ranked.generate(PROMPTS[0], GREEDY, priority=2**63)
     assert_idle(llm.engine.stats())

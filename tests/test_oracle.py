@@ -1,11 +1,11 @@
-"""The comparison with references refuses wrong tokens, at near-ties too, and wrong log-probabilities."""
+"""The comparisons refuse wrong tokens, at near-ties too, and wrong log-probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import pytest
-from oracle import CLOSE, NEAR, Reference, assert_equal
+from oracle import CLOSE, NEAR, TOP, Reference, assert_drawn, assert_equal, assert_same
 
 from framework import Logprobs
 
@@ -66,3 +66,34 @@ def test_log_probabilities_and_their_order() -> None:
         compare([FAR], [Logprobs(1, -0.5, 1, ((1, -0.5), (7, -1.5)))])
     swapped = Logprobs(1, -0.7, 1, ((2, -0.7 - NEAR / 2), (1, -0.7)))
     assert compare([TIE], [swapped]) == 0
+
+
+def drawn(token: int) -> Logprobs:
+    """One of TOP that are as likely as one another."""
+    return Logprobs(token, -2.0, 1, tuple((10 * i, -2.0) for i in range(TOP)))
+
+
+def test_a_draw_is_the_seed_s() -> None:
+    right = [token for token in range(0, 10 * TOP, 10) if _passes(token)]
+    assert len(right) == 1
+
+
+def _passes(token: int) -> bool:
+    try:
+        assert_drawn([[drawn(token)]], [7], 0.9)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_drawn_outputs_differ_in_few() -> None:
+    expected = [[drawn(10)] * 20] * 20  # two near-ties may pass
+    for wrong, passes in ((0, True), (2, True), (3, False)):
+        outputs = [[drawn(20)] + [drawn(30)] * 19] * wrong + expected[wrong:]
+        if passes:
+            assert_same(expected, outputs)
+        else:
+            with pytest.raises(AssertionError, match="3 of 20"):
+                assert_same(expected, outputs)
+    with pytest.raises(AssertionError):
+        assert_same([[drawn(10)]], [[Logprobs(10, -2.0 + 2 * CLOSE, 1)]])

@@ -378,17 +378,6 @@ def test_what_gets_no_victim_waits_in_place_with_its_blocks() -> None:
     assert policy.asked == []
 
 
-def test_a_lone_request_that_cannot_grow_ends_with_length() -> None:
-    h = Harness(blocks=2, block_size=4)
-    h.add("a", 4, None)
-    h.add("b", 4, 2)
-    h.run()
-    assert h.reasons == {"a": "length", "b": "length"}
-    # Eight tokens have a place in the cache; the ninth known one is the last output, which nobody reads.
-    assert h.outputs["a"] == h.alone("a")[:5]
-    assert h.outputs["b"] == h.alone("b")
-
-
 def test_a_preempted_request_that_outgrew_the_pool_ends_with_length() -> None:
     policy = Policy()
     policy.rank = lambda view: (Want(r) for r in view.ranked(key=lambda r: r.priority))
@@ -413,7 +402,7 @@ def test_after_eight_steps_without_a_slice_the_core_ranks_one_itself() -> None:
     assert h.planner.forced == 0
     assert ids(h.step()) == ["a", "b", "c"]
     assert h.planner.forced == 1
-    assert h.planner.policy.faults == {"policy": 1}
+    assert h.planner.policy.faults == {"scheduler": 1}
     policy.rank = lambda view: [Want(r, 0) for r in view.running]
     assert h.step() is None
 

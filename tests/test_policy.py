@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import repeat
 from typing import Any
 
 import pytest
+from framework.plugins.kv.contiguous import ContiguousCache
 from harness import Harness, Policy, ids, ranked, started
 
 from framework import PluginError, Request, SamplingParams, Status, Victim, View, Want
@@ -56,10 +57,10 @@ def test_nonsense_gives_the_default_order_admits_nobody_and_is_counted(name: str
     policy.rank = NONSENSE[name]
     assert ids(h.step()) == ["b", "a"]
     assert h.waiting == ["waiting"]
-    assert h.planner.policy.faults == {"policy": 1}
+    assert h.planner.policy.faults == {"scheduler": 1}
     policy.rank = lambda view: None
     h.run()
-    assert h.planner.policy.faults == {"policy": 1}
+    assert h.planner.policy.faults == {"scheduler": 1}
     assert h.outputs == {id: h.alone(id) for id in h.requests}
 
 
@@ -68,7 +69,7 @@ def test_strict_stops_at_once_and_names_the_plugin(name: str) -> None:
     h, policy = started("a", strict=True)
     h.add("waiting", 4)
     policy.rank = NONSENSE[name]
-    with pytest.raises(PluginError, match="'policy'"):
+    with pytest.raises(PluginError, match="'scheduler'"):
         h.step()
 
 
@@ -83,7 +84,7 @@ def test_ten_faulty_steps_in_a_row_stop_the_engine() -> None:
     h.step()  # one good step, and the count begins anew
     policy.rank = raises
     h.steps(9)
-    with pytest.raises(PluginError, match=r"'policy'.*out of ideas.*10 steps in a row"):
+    with pytest.raises(PluginError, match=r"'scheduler'.*out of ideas.*10 steps in a row"):
         h.step()
 
 
@@ -102,7 +103,7 @@ def test_a_faulty_preempt_is_counted_and_admits_nobody(pick: Any) -> None:
     h, policy = started("a", "b", blocks=2)
     policy.pick = pick
     h.step()
-    assert h.planner.policy.faults.keys() == {"policy"}
+    assert h.planner.policy.faults.keys() == {"scheduler"}
     policy.pick = lambda beneficiary, candidates: None
     h.run()
     assert h.outputs == {id: h.alone(id) for id in h.requests}
@@ -126,7 +127,7 @@ def test_a_level_that_is_no_number_is_a_fault_and_the_priority_stays(level: Any)
     h.add("a", 4, 8, priority=1)
     h.add("b", 4, 8, priority=2)
     assert (h["a"].level, h["b"].level) == (1, 2)
-    assert h.planner.policy.faults == {"policy": 2}
+    assert h.planner.policy.faults == {"scheduler": 2}
     h.run()
 
 
@@ -142,7 +143,7 @@ def test_a_key_that_cannot_rank_a_new_request_is_a_fault_of_the_policy() -> None
         assert ids(h.step()) == ["b"]
         assert h.waiting == ["c", odd]
         h.abort(odd)
-    assert h.planner.policy.faults == {"policy": 2}
+    assert h.planner.policy.faults == {"scheduler": 2}
     h.run()
     assert list(h.reasons) == ["x", "a", "b", "c"]
 
@@ -223,8 +224,36 @@ def test_faults_are_logged_with_their_traceback_and_ever_more_rarely(caplog: pyt
     h.step()
     policy.rank = lambda view: 1 / 0  # type: ignore[assignment, return-value]
     h.steps(9)
-    assert h.planner.policy.faults == {"policy": 9}
+    assert h.planner.policy.faults == {"scheduler": 9}
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 4
-    assert all("plugin 'policy' failed in admit: ZeroDivisionError" in line for line in lines)
+    assert all("plugin 'scheduler' failed in admit: ZeroDivisionError" in line for line in lines)
     assert all("Traceback" in line for line in lines)
+
+
+def test_keys_with_other_keyword_defaults_are_other_keys() -> None:
+    h = Harness(Policy(), seats=1)
+    for id, prompt in (("a", 3), ("b", 1), ("c", 2)):
+        h.add(id, prompt)
+    for sign, expected in ((1, "bca"), (-1, "acb")):
+
+        def key(r: Request, *, sign: int = sign) -> int:
+            return sign * len(r.prompt)
+
+        assert "".join(r.id for r in h.view.queue(key)) == expected
+
+
+def test_the_scheduler_is_not_blamed_for_a_cache_that_gives_nothing() -> None:
+    class Miser(ContiguousCache):
+        def reserve(self, request: Request, upto: int, keep: int = 0) -> None:
+            return None
+
+        def missing(self, request: Request, upto: int, keep: int = 0, without: Collection[Request] = ()) -> int:
+            return 0
+
+    h = Harness(Policy(), kv=Miser)
+    h.add("a", 4)
+    with pytest.raises(PluginError, match="KV cache 'Miser' gives nobody blocks"):
+        for _ in range(20):
+            h.engine.step()
+    assert h.requests["a"].finish_reason is None, "it is the cache that is at fault, not what the pool holds"

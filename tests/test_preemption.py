@@ -57,15 +57,6 @@ def test_costs_count_both_ways() -> None:
     assert costs.choose(blocks=4, tokens=8) is Mode.RECOMPUTE
 
 
-def test_a_full_host_pool_means_recompute() -> None:
-    h, _ = started(*"abcd", blocks=4, host_blocks=1, preemption=Mode.SWAP)
-    h.step()
-    assert modes(h) == [Mode.SWAP, Mode.RECOMPUTE]
-    assert h.engine.stats().swaps_exhausted == 1
-    h.run()
-    assert h.outputs == {id: h.alone(id) for id in "abcd"}
-
-
 def test_a_swapped_request_resumes_before_a_new_one_and_computes_nothing_twice() -> None:
     h, _ = started("a", "b", blocks=2, host_blocks=8, preemption=Mode.SWAP)
     plan = h.step()
@@ -200,17 +191,6 @@ def test_any_of_n_may_leave_at_any_time(gone: str, steps: int) -> None:
     for id, reason in h.reasons.items():
         assert reason == ("abort" if id == gone else "length")
         assert h.outputs[id] == h.alone(id)[: len(h.outputs[id])]
-
-
-def test_n_aborted_half_way_frees_everything() -> None:
-    h = Harness(blocks=8, block_size=4, host_blocks=4)
-    h.add("a", 10, 12, n=4)
-    h.steps(6)
-    assert h.engine.stats().preemptions_swap or h.engine.stats().preemptions_recompute
-    h.abort("a", "a/1", "a/2", "a/3")
-    usage = h.kv.usage()
-    assert (usage.holding, usage.reserved, usage.swapped, usage.tokens) == (0, 0, 0, 0)
-    assert h.done == dict.fromkeys(h.outputs, 1)
 
 
 def test_an_id_of_a_child_is_in_use_too() -> None:

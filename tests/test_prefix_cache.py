@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from framework.plugins.kv.pool import Lfu, Lru, Pool
 from paging import cache, computed, request
 
-from framework import CacheGroup, CacheSpec, Capacity, ConfigError, Provider, hookimpl
+from framework import CacheGroup, CacheSpec, Capacity, ConfigError, PluginError, Provider, hookimpl
 from framework.registry import load_plugins
 from framework.settings import Settings
 
@@ -156,3 +158,42 @@ def test_the_eviction_policy_is_chosen_by_name() -> None:
     assert type(made()._pool._eviction) is Lru
     with pytest.raises(ConfigError, match="available: lfu, lru, mine"):
         made(eviction="other")
+
+
+class _Gives(Lru):
+    """Whatever it is told to."""
+
+    answer: Any = None
+
+    def pop(self) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [0, 3, 99, -1, None, "block"])
+def test_an_eviction_policy_cannot_give_what_is_not_idle(answer: Any) -> None:
+    """It would be in two tables at once, and one request would read what another wrote."""
+    pool = Pool(4, _Gives())
+    blocks = pool.take(3)
+    for block in blocks:
+        pool.publish(block, bytes([block]))
+    pool.drop(blocks[1:])
+    pool.take(1)  # 3 is free no longer; 0 is held, and has a name
+    _Gives.answer = answer
+    with pytest.raises(PluginError, match=f"eviction '_Gives': pop answered {answer!r}, which is no idle block"):
+        pool.take(1)
+    _Gives.answer = 1
+    assert pool.take(1) == [1]
+    with pytest.raises(PluginError, match="pop answered 1"):
+        pool.take(1)
+
+
+def test_an_eviction_policy_that_raises_is_named() -> None:
+    class Forgets(Lru):
+        def add(self, block: int, uses: int) -> None:
+            pass
+
+    pool = Pool(1, Forgets())
+    pool.publish(*pool.take(1), b"name")
+    pool.drop([0])
+    with pytest.raises(PluginError, match="eviction 'Forgets': remove: KeyError: 0"):
+        pool.hold(0)

@@ -80,20 +80,6 @@ def test_the_order_is_total() -> None:
 # priority: who is preempted
 
 
-def test_an_urgent_request_at_the_full_sequence_limit_starts_at_once() -> None:
-    scheduler = Asked()
-    h = Harness(scheduler, seats=3, blocks=64)
-    for id in "abc":
-        h.add(id, 4, 50)
-    h.steps(3)
-    h.add("urgent", 4, 3, priority=-1)
-    assert "urgent" in ids(h.step())
-    assert scheduler.victims == [("urgent", Status.WAITING, "c")] and h.waiting == ["c"]
-    h.run()
-    assert h["c"].preemptions == 1 and next(iter(h.reasons)) == "urgent"
-    assert h.outputs == {id: h.alone(id) for id in h.requests}
-
-
 def test_an_urgent_request_short_of_blocks_takes_no_more_than_it_needs() -> None:
     h = Harness(priority(), seats=8, blocks=8)
     for id in "abcd":
@@ -120,42 +106,6 @@ def test_nobody_is_preempted_in_vain() -> None:
     h.run()
 
 
-def test_equals_never_preempt_one_another() -> None:
-    """Neither for a seat nor for blocks: who waits takes nothing from who runs, and nobody is sent to and fro."""
-    scheduler = Asked()
-    h = Harness(scheduler, seats=3, blocks=6)
-    for i in range(12):
-        h.add(f"r{i}", 4 + i % 5, 9)
-    h.run()
-    assert [entry for entry in scheduler.victims if entry[1] is not Status.RUNNING] == []
-    assert max(r.preemptions for r in h.requests.values()) <= 3
-    roomy = Harness(priority(), seats=3, blocks=64)
-    for i in range(12):
-        roomy.add(f"r{i}", 4 + i % 5, 9)
-    roomy.run()
-    assert preemptions(roomy) == 0
-    assert list(roomy.reasons) == [f"r{i}" for i in range(12)]
-
-
-def test_two_that_cannot_both_grow_do_not_evict_each_other_for_ever() -> None:
-    h = Harness(priority(), seats=4, blocks=3)
-    h.add("a", 4, 8)
-    h.add("b", 4, 8)
-    h.run(60)
-    assert h["a"].preemptions == 0 and h["b"].preemptions <= 2
-    assert list(h.reasons) == ["a", "b"]
-
-
-def test_a_request_larger_than_the_pool_is_refused_with_both_numbers() -> None:
-    h = Harness(priority(), blocks=4)
-    refusal = h.add("big", 12, 10, priority=-1)
-    assert refusal is not None and refusal.status == 400
-    assert "need 6 KV blocks" in str(refusal.error) and "pool has 4" in str(refusal.error)
-    h.add("small", 4, 4)
-    h.run()
-    assert h.reasons == {"small": "length"}
-
-
 def test_the_level_may_be_another_than_the_priority() -> None:
     class Deadline:
         @hookimpl
@@ -171,33 +121,6 @@ def test_the_level_may_be_another_than_the_priority() -> None:
 
 
 # priority: ageing
-
-
-def stream(scheduler: object, steps: int) -> Harness:
-    """A request of level 1 among ones of level 0 that keep arriving, on one seat. Steps take a millisecond."""
-    h = Harness(scheduler, seats=1, blocks=64)
-    h.add("running", 4, 5)
-    h.add("low", 4, 2, priority=1)
-    for i in range(steps):
-        h.add(f"r{i}", 4, 2)
-        h.step()
-    return h
-
-
-def test_without_ageing_a_worse_priority_waits_while_better_ones_come() -> None:
-    assert "low" in stream(priority(), 200).waiting
-
-
-def test_ageing_ends_the_wait_after_the_seconds_it_says() -> None:
-    h = stream(priority(aging=0.05), 200)
-    assert "low" in h.reasons
-    assert h["low"].admitted_at is not None
-    # Those who came 50 ms later are behind it; it waits until those who came before then have run.
-    assert 0.05 <= h["low"].admitted_at - h["low"].arrival <= 0.15
-    before = [
-        r for r in h.requests.values() if r.id != "low" and r.finished_at and r.finished_at < h["low"].admitted_at
-    ]
-    assert all(r.arrival < h["low"].arrival + 0.05 for r in before)
 
 
 def test_who_has_aged_ranks_first_but_preempts_nobody() -> None:
@@ -365,6 +288,15 @@ def test_nor_is_an_output_that_waited_for_one_that_was_aborted() -> None:
     h.run(120)
     assert h.planner.forced == 0
     assert h.outputs["several/1"] == h.alone("several/1") and h.outputs["several/2"] == h.alone("several/2")
+
+
+def test_the_prompt_of_several_is_charged_once_whoever_computes_it() -> None:
+    scheduler = fair()
+    h = Harness(scheduler, seats=4, blocks=32)
+    h.add("several", 20, 5, tenant="a", n=3)
+    h.abort("several")
+    h.run()
+    assert scheduler._service.of == {"a": 20 + 2 * 2 * 5}
 
 
 @pytest.mark.parametrize("options", [{"weights": {"a": 0}}, {"weights": {"a": -1}}, {"input_cost": 0}, {"weight": {}}])

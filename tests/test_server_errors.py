@@ -117,6 +117,11 @@ BAD_CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "user", "content": "a"}], "logprobs": 5}, "logprobs"),
     ({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 9999}, "max_completion_tokens"),
     ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "user", "content": "a"}], "priority": 1}, "priority"),
+    ({"messages": [{"role": "user", "content": "a"}], "priority": -1, "n": 2}, "priority"),
+    ({"messages": [{"role": "user", "content": "a"}], "tenant": "a" * 257}, "tenant"),
+    ({"messages": [{"role": "user", "content": "a"}], "cache_salt": "a" * 257}, "cache_salt"),
+    ({"messages": [{"role": "user", "content": "a"}], "n": 0}, "n"),
     ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools"),
     ({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, "response_format"),
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,18 +54,6 @@ def start(server: Running, pool: ThreadPoolExecutor, *prompts: str, **body: Any)
     return found
 
 
-def test_an_urgent_request_at_the_full_sequence_limit(server: Running) -> None:
-    prompts = ["Once upon a time", "The first of May"]
-    alone = [complete(server, prompt, **LONG)["text"] for prompt in prompts]
-    before = preemptions(server)
-    with ThreadPoolExecutor() as pool:
-        long = start(server, pool, *prompts, **LONG)
-        assert complete(server, "Now", priority=-1, **SHORT)["finish_reason"] == "length"
-        assert preemptions(server) == before + 1
-        assert not any(response.done() for response in long)
-        assert [response.result()["text"] for response in long] == alone
-
-
 def test_an_urgent_chat_too(server: Running) -> None:
     before = preemptions(server)
     with ThreadPoolExecutor() as pool:
@@ -78,47 +64,6 @@ def test_an_urgent_chat_too(server: Running) -> None:
         assert not any(response.done() for response in long)
         assert [response.result()["finish_reason"] for response in long] == ["length", "length"]
     assert preemptions(server) == before + 1
-
-
-def test_equal_priorities_never_preempt(server: Running) -> None:
-    before = preemptions(server)
-    with ThreadPoolExecutor(12) as pool:
-        found = [
-            pool.submit(complete, server, f"Number {i}", priority=3, **{**LONG, "max_tokens": 40}) for i in range(12)
-        ]
-        assert {response.result()["finish_reason"] for response in found} == {"length"}
-    assert preemptions(server) == before
-
-
-def test_a_request_larger_than_the_pool(server: Running) -> None:
-    """The pool holds 40 blocks of 16 tokens."""
-    response = server.post("/v1/completions", prompt="The", priority=-1, max_tokens=1000)
-    error = response.json()["error"]
-    assert response.status_code == 400 and error["param"] == "max_tokens"
-    assert "1000" in error["message"] and "512" in error["message"]
-
-
-def test_nobody_starves_with_ageing(server: Running) -> None:
-    """Four clients keep asking for two seats; one request of a worse priority gets through while they do."""
-    over = threading.Event()
-    served = [0]
-
-    def ask() -> None:
-        while not over.is_set():
-            complete(server, "Again", **{**SHORT, "max_tokens": 20})
-            served[0] += 1
-
-    with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(ask) for _ in range(4)]
-        try:
-            eventually(lambda: served[0] > 4)
-            began = time.monotonic()
-            assert complete(server, "Later", priority=1, **SHORT)["finish_reason"] == "length"
-            assert time.monotonic() - began < 10
-        finally:
-            over.set()
-        for one in asking:
-            one.result()
 
 
 def sent(server: Running, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str] | None = None, **body: Any) -> Add:
@@ -132,17 +77,20 @@ def sent(server: Running, monkeypatch: pytest.MonkeyPatch, headers: dict[str, st
 
     with monkeypatch.context() as patch:
         patch.setattr(server.engine, "generate", spy)
-        body = {"prompt": "a", "max_tokens": 1, **body}
-        response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=30)
+        route = "chat/completions" if "messages" in body else "completions"
+        body = {"max_tokens": 1, **({} if "messages" in body else {"prompt": "a"}), **body}
+        response = httpx.post(f"{server.url}/v1/{route}", json=body, headers=headers, timeout=30)
     assert response.status_code == 200, response.text
     return seen[0]
 
 
-def test_what_the_engine_is_told(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = sent(server, monkeypatch, priority=-2, tenant="blue", cache_salt="s\u00e4lz", user="ann")
-    assert (add.priority, add.tenant, add.cache_salt) == (-2, "blue", "s\u00e4lz".encode())
-    add = sent(server, monkeypatch)
-    assert (add.priority, add.tenant, add.cache_salt) == (0, "", b"")
+@pytest.mark.parametrize("route", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}], ids=list)
+def test_what_the_engine_is_told(server: Running, monkeypatch: pytest.MonkeyPatch, route: dict[str, Any]) -> None:
+    told = {"priority": -2, "tenant": "blue", "cache_salt": "s\u00e4lz", "user": "ann", "n": 2}
+    add = sent(server, monkeypatch, **route, **told)
+    assert (add.priority, add.tenant, add.cache_salt, add.n) == (-2, "blue", "s\u00e4lz".encode(), 2)
+    add = sent(server, monkeypatch, **route)
+    assert (add.priority, add.tenant, add.cache_salt, add.n) == (0, "", b"", 1)
 
 
 def test_the_tenant_is_the_user_or_else_the_key(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,13 +223,24 @@ def test_settings_survive_a_trip_to_another_process() -> None:
 
 @pytest.mark.parametrize(
     ("space", "blocks"),
-    [("0", 0), ("0.0", 0), ("0.25", 25), ("1.0", 100), ("10KiB", 10), ("1023", 0), ("0.001", 0)],
+    [
+        ("0", 0),
+        ("0.0", 0),
+        (" 0GiB", 0),
+        (".0 mb", 0),
+        ("0.25", 25),
+        ("1.0", 100),
+        ("10KiB", 10),
+        ("1023", 0),
+        ("0.001", 0),
+    ],
 )
 def test_swap_space_in_blocks(space: str, blocks: int) -> None:
     assert host_blocks(space, 100, 1024) == blocks
     Settings(swap_space=space)
 
 
-def test_a_swap_space_that_is_no_size_names_the_flag() -> None:
-    with pytest.raises(ConfigError, match="--swap-space: 'much' is not a size"):
-        Settings.load(None, swap_space="much")
+@pytest.mark.parametrize("space", ["much", ".", "0.0.0", "-0", "0 bananas"])
+def test_a_swap_space_that_is_no_size_names_the_flag(space: str) -> None:
+    with pytest.raises(ConfigError, match=f"--swap-space: '{space}' is not a size"):
+        Settings.load(None, swap_space=space)

@@ -132,6 +132,11 @@ def test_decisions_import_no_torch(decider: str) -> None:
     assert loaded(f"import framework.{decider}", "torch", "transformers", "fastapi") == []
 
 
+def test_scenarios_of_the_planner_import_no_torch() -> None:
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})"
+    assert loaded(f"{path}; import test_scenarios", "torch", "transformers", "fastapi") == []
+
+
 def test_the_server_process_imports_no_torch() -> None:
     code = (
         "import framework.server.main\n"

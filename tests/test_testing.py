@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from framework import Copy, Delta, Mode, Plan, RequestData, SamplingParams, Slice, StepResult
+from framework import ConfigError, Copy, Delta, Mode, Plan, RequestData, SamplingParams, Slice, StepResult
 from framework.messages import Add
 from framework.plan import Preempted
 from framework.registry import load_plugins
@@ -330,3 +330,13 @@ def test_an_engine_starts_with_it_in_place_of_a_model(name: str, tiny_llama: Pat
         assert output == [5, 6, 7, 5, 6]
     engine.executor.check()
     engine.close()
+
+
+@pytest.mark.parametrize(("field", "value"), [("kv_blocks", 10**9), ("swap_space", "9TiB")])
+def test_a_pool_without_memory_is_bounded_all_the_same(field: str, value: Any, tiny_llama: Path) -> None:
+    """Books are kept of every block: those of a few terabytes would fill the memory of the machine."""
+    options = Settings(model=str(tiny_llama), executor="checking", **{field: value})
+    plugins = load_plugins()
+    plugins.activate(options, engine=True)
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}: [0-9]+ blocks are more than the 4194304"):
+        build_engine(options, plugins)

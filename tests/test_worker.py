@@ -163,18 +163,15 @@ def test_failed_step_is_repeated(driver: Driver, spy: Spy, reference: Reference)
 
 
 def test_sampler_that_breaks_its_contract_is_named(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    from framework.plugins.samplers.default import DefaultSampler
-
-    driver.add("a", prompt(9))
+    biased = SamplingParams(temperature=0, logit_bias={1: 0.5})
+    driver.add("a", prompt(9), biased)  # so that it has to look for the likeliest token itself
     for answer, complaint in (
         (torch.zeros(2, dtype=torch.int64), "not Sampled"),
         (torch.zeros(1), "not Sampled"),
         (torch.tensor([10**6]), "outside"),
         (torch.tensor([-1]), "outside"),
     ):
-        [sampler] = driver.executor.plugins.active(DefaultSampler)
         monkeypatch.setattr("framework.plugins.samplers.default.argmax", lambda logits, answer=answer: answer)
-        assert sampler
         with pytest.raises(PluginError, match=f"plugin 'default': sample: .*{complaint}"):
             driver.executor.submit(driver.plan({"a": 100})).result()
         driver.free += driver.blocks["a"]

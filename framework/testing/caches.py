@@ -11,7 +11,7 @@ import pytest
 from ..hookspecs import hookimpl
 from ..kv import CacheGroup, CacheSpec, Capacity, KVCache, Reservation
 from ..types import Mode, Request, SamplingParams, Victim, View, Want
-from .simulation import Client, Simulation, make_cache, random_clients
+from .simulation import Client, Simulation, failures, make_cache, random_clients
 
 
 class _Pressure:
@@ -63,9 +63,9 @@ class KVConformance:
     # In an engine
 
     def test_contents(self) -> None:
-        """Whatever happens to it, a request reads the keys and values of its own tokens, nobody writes where another
-        reads, and each gets the tokens that it gets alone. The books balance after every step, and at the end all
-        blocks are back."""
+        """Whatever happens to it, steps that fail included, a request reads the keys and values of its own tokens,
+        nobody writes where another reads, and each gets the tokens that it gets alone. The books balance after every
+        step, and at the end all blocks are back."""
         for seed, simulation, clients in self._runs():
             try:
                 simulation.play(clients)
@@ -90,6 +90,7 @@ class KVConformance:
                 tokens=rng.choice((7, 64, 300)),
                 seats=rng.randint(2, 8),
                 watermark=rng.choice((0, 2)),
+                fail=failures(rng) if seed % 3 == 0 else lambda plan: None,
             )
             yield seed, simulation, clients
 
@@ -97,7 +98,7 @@ class KVConformance:
 
     def test_missing_and_reserve_agree(self) -> None:
         """`reserve` succeeds if and only if `missing` says 0, and a failed one changes nothing; `missing`, `lookup` and
-        `peak` never do."""
+        `peak` never do. A new request starts with what `lookup` said."""
         for user in self._users():
             request, keep = user.choice(), user.rng.choice((0, 0, 2))
             upto = request.num_tokens  # an admission asks for all that is known
@@ -105,7 +106,7 @@ class KVConformance:
                 upto = request.computed + user.rng.randint(1, max(1, request.remaining))
             before = user.state()
             short = user.kv.missing(request, upto, keep)
-            user.kv.lookup(request)
+            known, new = user.kv.lookup(request), request not in user.tables
             user.kv.peak(request, request.num_tokens)
             assert user.state() == before, "missing, lookup or peak changed something"
             reservation = user.reserve(request, upto, keep)
@@ -114,17 +115,18 @@ class KVConformance:
                 assert user.state() == before, "a reserve that failed changed something"
             else:
                 assert reservation is not None, "nothing was missing, and reserve failed"
+                assert not new or reservation.start == known, f"lookup said {known}, and {reservation} was reserved"
 
     def test_missing_as_if_others_were_gone(self) -> None:
         """`missing(..., without)` is what `missing` says once those requests are released."""
         for user in self._users():
-            request, victims = user.choice(), user.some()
+            request, victims, keep = user.choice(), user.some(), user.rng.choice((0, 0, 2))
             victims = [r for r in victims if r is not request]
             upto = request.num_tokens if request not in user.tables else request.computed + 1
-            predicted = user.kv.missing(request, upto, 0, victims)
+            predicted = user.kv.missing(request, upto, keep, victims)
             for victim in victims:
                 user.release(victim)
-            found = user.kv.missing(request, upto)
+            found = user.kv.missing(request, upto, keep)
             assert predicted == found, f"{predicted} blocks missing without {victims}, and {found} once they were gone"
             user.reserve(request, upto, 0)
 
@@ -156,6 +158,8 @@ class KVConformance:
             user.kv.reset()
             usage = user.kv.usage()
             assert (usage.free, usage.cached, usage.tokens) == (16, 0, 0), f"after reset: {usage}"
+            known = user.kv.lookup(_request("again", 4 * block_size, 1))
+            assert not known, f"after reset, {known} tokens are still known"
 
     def test_peak_is_enough_and_no_more(self) -> None:
         """Alone in a pool of `peak` blocks a request can grow to its end, and it never takes more."""
@@ -170,6 +174,18 @@ class KVConformance:
                     assert found is not None, f"{request} does not fit into {peak} blocks of {block_size} tokens"
                     request.output.append(7)
                     request.num_tokens += 1
+
+    def test_salts_and_adapters_part(self) -> None:
+        """Requests that differ in `cache_salt` or `adapter` share nothing, though they begin alike."""
+        for block_size in self.block_sizes:
+            user = _User(self._empty(32, block_size), block_size, Random(0))
+            for salt, adapter in ((b"", None), (b"one", None), (b"two", None), (b"", "one"), (b"", "two")):
+                request = _request(f"{salt!r} {adapter}", 3 * block_size + 1, 1)
+                request.cache_salt, request.adapter = salt, adapter
+                user.kv.prepare(request)
+                known = user.kv.lookup(request)
+                found = user.reserve(request, request.num_tokens, 0)
+                assert (known, found and found.start) == (0, 0), f"{request} was given {known} tokens of another's"
 
     def test_usage_tells_what_is_held_and_what_is_only_reserved(self) -> None:
         for block_size in self.block_sizes:

@@ -25,9 +25,10 @@ KINDS = {
     "decode": [(50, 1), (1, 1), (16, 1), (31, 1)],
     "mixed": [(20, 1), (0, 33), (5, 6), (16, 20), (63, 1), (8, 6)],
     "far apart": [(200, 1), (3, 1), (90, 1), (4, 1), (201, 1)],
+    "long": [(0, 300), (1100, 1), (70, 130), (0, 1)],
 }
 """Batches: tokens in the cache, and new ones, of each request."""
-PRODUCTS = ((1, 64, 96), (5, 20, 7), (33, 96, 64), (0, 16, 50))
+PRODUCTS = ((1, 64, 96), (5, 20, 7), (33, 96, 64), (0, 16, 50), (150, 300, 270))
 """Rows, in, out."""
 Spans = Sequence[tuple[int, int]]
 
@@ -118,7 +119,8 @@ class KernelConformance:
     @property
     def _kv_dtype(self) -> torch.dtype | None:
         name = self.settings.get("kv_dtype", "auto")
-        return None if name == "auto" else getattr(torch, name)
+        found: torch.dtype | None = getattr(torch, name, None)
+        return found
 
     def _pool(
         self,
@@ -129,15 +131,21 @@ class KernelConformance:
         *windows: int | None,
         layers: int = 1,
         seed: int = 0,
+        spread: float = 1.0,
     ) -> Pool:
         """For attention under each of these windows."""
         size = Shape(*shape)
         for window in windows or (None,):
             ops = "rope_store", "attention", "copy_blocks"
             ready = self._ready(dtype, *ops, head_dim=size.head_dim, window=window, block_size=block_size)
-        return Pool(
-            *ready, block_size=block_size, blocks=blocks, shape=size, layers=layers, seed=seed, kv_dtype=self._kv_dtype
-        )
+        given: dict[str, Any] = {
+            "blocks": blocks,
+            "layers": layers,
+            "seed": seed,
+            "spread": spread,
+            "kv_dtype": self._kv_dtype,
+        }
+        return Pool(*ready, block_size=block_size, shape=size, **given)
 
     def test_some_model_can_run(self) -> None:
         """There is a dtype, a head size and a block size for which it declines nothing."""
@@ -173,6 +181,20 @@ class KernelConformance:
                 else:
                     found = getattr(backend, op)(x_again.to(device), packed)
                 close(found, expected if x_again is x else expected.flip(0), kind, self.tolerance(op, kind))
+
+    @torch.inference_mode()
+    def test_argmax(self) -> None:
+        """The first of equals; a NaN is larger than all, and its value is told; rows may be all masked, or none."""
+        backend, _, device = self._ready("float32", "argmax")
+        for rows, vocab in ((0, 10), (1, 1), (3, 7), (5, 1000), (33, 4099)):
+            x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).round(decimals=1)
+            if rows > 4:
+                x[0], x[1, vocab // 2], x[2, [3, vocab - 1]], x[3, vocab - 1] = -torch.inf, torch.nan, 99.0, 99.0
+            tokens, values = backend.argmax(x.to(device))
+            expected = torch.from_numpy(x.numpy().argmax(-1))
+            assert tokens.dtype == torch.int64 and tokens.tolist() == expected.tolist()
+            same = torch.isclose(values.cpu(), x.gather(1, expected[:, None])[:, 0], 0, 0, equal_nan=True)
+            assert values.dtype == torch.float32 and same.all(), "the logits of the likeliest tokens"
 
     @torch.inference_mode()
     def test_embed(self, dtype: str) -> None:
@@ -385,6 +407,11 @@ class KernelConformance:
         """Every new token sees its request's tokens up to itself, as far back as the window: nothing of what else is in
         the pool (NaN), nor what a table says behind its request's blocks."""
         self._check(KINDS[kind], dtype, window, block_size=block_size)
+
+    @torch.inference_mode()
+    def test_attention_of_large_scores(self, dtype: str) -> None:
+        """Whose exponentials overflow: the softmax has to take off the largest first."""
+        self._check(KINDS["mixed"], dtype, block_size=self.block_sizes[-1], spread=80.0)
 
     @torch.inference_mode()
     def test_attention_of_shapes(self, shape: tuple[int, int, int], window: int | None, dtype: str) -> None:

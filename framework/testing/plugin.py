@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
 
+from ..errors import ConfigError
 from ..hookspecs import hookimpl
 from ..settings import host_blocks
 from ..types import Provider
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from ..model import Checkpoint
     from ..settings import Settings
     from .checking import CheckingExecutor
+
+
+MAX_BLOCKS = 2**22
+"""Of a tier. No memory stands behind them, so that nothing else keeps them to what can be listed."""
 
 
 class ExecutorOptions(BaseModel, extra="forbid"):
@@ -42,10 +47,14 @@ def _make(
 ) -> Executor:
     config = checkpoint.config  # the server still needs a checkpoint: for its tokenizer, and for these limits
     blocks = settings.kv_blocks or options.blocks
+    host = host_blocks(settings.swap_space, blocks, 2**10 * settings.block_size)
+    for field, count in (("--kv-blocks", blocks), ("--swap-space", host)):
+        if count > MAX_BLOCKS:
+            raise ConfigError(f"{field}: {count} blocks are more than the {MAX_BLOCKS} of {settings.executor!r}")
     return kind(
         blocks,
         settings.block_size,
-        host_blocks=host_blocks(settings.swap_space, blocks, 2**10 * settings.block_size),
+        host_blocks=host,
         vocab_size=config["vocab_size"],
         max_model_len=config.get("max_position_embeddings", 2048),
         token_budget=settings.max_num_batched_tokens,

@@ -66,7 +66,7 @@ class Pool:
     first every slot holds NaN, as if a request that failed had left it.
 
     k, v: float64 [layers, blocks, block_size, kv_heads, head_dim], on the host: what is in the slots that count; a
-    block that is begun again holds nothing (NaN) behind what is written.
+    block that is begun again holds nothing (NaN) behind what is written. spread: how large queries are.
     """
 
     def __init__(
@@ -81,9 +81,10 @@ class Pool:
         layers: int = 1,
         seed: int = 0,
         kv_dtype: torch.dtype | None = None,
+        spread: float = 1.0,
     ) -> None:
         self.backend, self.dtype, self.device, self.block_size = backend, dtype, device, block_size
-        self.shape, self.scale = shape, shape.head_dim**-0.5
+        self.shape, self.scale, self.spread = shape, shape.head_dim**-0.5, spread
         self.random = torch.Generator().manual_seed(seed)
         group = CacheGroup(layers, shape.kv_heads, shape.head_dim)
         self.caches = backend.allocate(group, kv_dtype or dtype, block_size, blocks, device)
@@ -137,7 +138,7 @@ class Pool:
         self, parts: Sequence[Part], meta: Meta, window: int | None = None, layer: int = 0, group: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of random queries: the backend's, and in float64 what it ought to be."""
-        q = self.normal(sum(part.tokens for part in parts), *self.shape[::2])
+        q = self.normal(sum(part.tokens for part in parts), *self.shape[::2]) * self.spread
         given = q.to(self.device, copy=True)
         found = self.backend.attention(given, self.caches[layer], group, meta, self.scale, window)
         rows, row, ratio = [], 0, self.shape.heads // self.shape.kv_heads

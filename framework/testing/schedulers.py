@@ -9,12 +9,11 @@ from random import Random
 from typing import Any, ClassVar
 
 from ..hookspecs import hookimpl
-from ..plan import Plan
 from ..registry import load_plugins
 from ..settings import Settings
-from ..types import Budget, Request, Shortage, Victim, View, Want
-from .checking import When
-from .simulation import Client, Simulation, random_clients
+from ..types import Budget, Reject, Request, Shortage, Victim, View, Want
+from .reach import reachable
+from .simulation import Client, Simulation, failures, random_clients
 
 
 class _Guard:
@@ -44,6 +43,18 @@ class _Guard:
             for name, value in after.items()
             if before.get(name) != value
         ]
+
+
+class _Quota:
+    """Refuses every fifth request, whose end is then told though it never arrived."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    @hookimpl
+    def accept(self, request: Request) -> Reject | None:
+        self._asked += 1
+        return Reject("too many") if self._asked % 5 == 0 else None
 
 
 def _snapshot(view: View) -> dict[str, Any]:
@@ -85,12 +96,9 @@ class SchedulerConformance:
             blocks, block_size = rng.randint(8, 24), rng.choice((1, 4))
             clients = random_clients(rng, rng.randint(4, 20), blocks * block_size, aborts=aborts)
             tokens, seats, watermark = rng.choice((1, 7, 64)), rng.randint(1, 8), rng.choice((0, 2))
-            failing: dict[int, When] = {rng.randint(1, 60): "after" for _ in range(3)} if aborts else {}
-
-            def fail(plan: Plan, failing: dict[int, When] = failing) -> When | None:
-                return failing.get(plan.step)
-
-            limits: dict[str, Any] = {"tokens": tokens, "seats": seats, "watermark": watermark, "fail": fail}
+            limits: dict[str, Any] = {"tokens": tokens, "seats": seats, "watermark": watermark}
+            if aborts:
+                limits |= {"fail": failures(rng), "plugins": [_Quota()]}
             yield Simulation(self.scheduler(), self.kv, blocks=blocks, block_size=block_size, **limits), clients
 
     def test_progress(self) -> None:
@@ -149,11 +157,27 @@ class SchedulerConformance:
             assert not faults, f"{faults} faults; the last: {simulation.fault}"
 
     def test_survives_aborts_and_failed_steps(self) -> None:
-        """Clients leave at any moment, and steps fail: whatever it remembers about requests has to keep up."""
+        """Clients leave at any moment, steps fail, and another plugin refuses some requests: whatever it remembers
+        about requests has to keep up."""
         for simulation, clients in self._runs(range(60, 72), aborts=True):
             simulation.play(clients)
             faults = {name: count for name, count in simulation.faults.items() if count > simulation.forced}
             assert not faults and not simulation.forced, f"{faults} faults; the last: {simulation.fault}"
+
+    def test_forgets_who_left(self) -> None:
+        """Once all have ended, and others after them, nothing that it refers to is one of them or names one."""
+        scheduler = self.scheduler()
+        simulation = Simulation(scheduler, self.kv, blocks=16, seats=4, plugins=[_Quota()])
+        clients = random_clients(Random(80), 30, 40, aborts=True)
+        simulation.play([client._replace(id=f"gone {client.id}") for client in clients])
+        simulation.play([Client(f"other {i}", (i,), 2) for i in range(3)])
+        names = {
+            one.id if isinstance(one, Request) else one
+            for one in reachable(scheduler)
+            if isinstance(one, Request | str)
+        }
+        kept = {name for name in names if name.startswith("gone ")}
+        assert not kept, f"it still knows {sorted(kept)}"
 
     def test_cost_with_10_000_waiting(self) -> None:
         """A step makes about as many function calls with 10,000 requests waiting as with 100: read `view.queue(key)`,

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
 from ..defaults import Defaults
 from ..engine import Engine
 from ..executor import Done
+from ..hookspecs import hookimpl
 from ..kv import CacheSpec, Capacity, KVCache
 from ..messages import Add, TokenOutput
 from ..plan import Plan, RequestData
-from ..preemption import Limits
+from ..preemption import Costs, Limits
 from ..registry import Plugins, load_plugins
 from ..settings import Settings
-from ..types import Request, SamplingParams
-from .checking import CheckingExecutor
+from ..types import Mode, Request, SamplingParams
+from .checking import CheckingExecutor, RequestFailed, When
 from .clock import VirtualClock
 
 MakeCache = Callable[[CacheSpec, Capacity], KVCache]
@@ -61,6 +63,12 @@ def random_clients(rng: Random, count: int, most: int, *, aborts: bool = False) 
     return found
 
 
+def failures(rng: Random) -> Callable[[Plan], When | None]:
+    """For `fail` of `CheckingExecutor`: three of the first 60 steps raise, before their writes or after."""
+    steps: dict[int, When] = {rng.randint(1, 60): rng.choice(("before", "after")) for _ in range(3)}
+    return lambda plan: steps.get(plan.step)
+
+
 class _Recorder(CheckingExecutor):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -71,12 +79,34 @@ class _Recorder(CheckingExecutor):
         return super().submit(plan)
 
 
+class _Observer:
+    """Knows who was taken in, and of whom the end was told."""
+
+    def __init__(self) -> None:
+        self.accepted: set[str] = set()
+        self.done: Counter[str] = Counter()
+        self.twice: set[str] = set()
+
+    @hookimpl
+    def accept(self, request: Request) -> None:
+        self.accepted.add(request.id)
+
+    @hookimpl
+    def request_done(self, request: Request) -> None:
+        self.done[request.id] += 1
+        if self.done[request.id] > 1:  # to be found by `check`: what a hook raises is only counted
+            self.twice.add(request.id)
+
+
 class Simulation:
-    """`add`, `abort` and `step`, or `play` for a list of clients. After every step all is checked, by assertions.
+    """`add`, `abort`, `step` and `run`, or `play` for a list of clients. After every step all is checked, by
+    assertions: what the executor read, the cache's books, who is where, and the order of outputs.
 
     scheduler: an object with the hooks of a scheduler; None: the core's defaults.
     kv: name of a KV cache provider, or what makes one of a cache spec and a capacity.
-    tokens, seats, watermark: limits of the engine. Further options are those of `CheckingExecutor`.
+    prefix_cache: False: a cache given by name is made without one; any has to share nothing but what forks share.
+    tokens, seats, watermark, strict, preemption, costs: limits of the engine (`framework.preemption.Limits`).
+    plugins: more objects with hooks. Further options are those of `CheckingExecutor`.
     """
 
     def __init__(
@@ -89,6 +119,10 @@ class Simulation:
         tokens: int = 64,
         seats: int = 8,
         watermark: int = 0,
+        strict: bool = False,
+        preemption: Mode | None = None,
+        costs: Costs = Costs(),
+        prefix_cache: bool = True,
         max_model_len: int = 1000,
         plugins: Sequence[object] = (),
         **executor: Any,
@@ -103,25 +137,46 @@ class Simulation:
             cost=lambda plan: STEP_SECONDS,
             **executor,
         )
-        make = make_cache(kv) if isinstance(kv, str) else kv
+        make = make_cache(kv, prefix_cache=prefix_cache, max_num_batched_tokens=tokens) if isinstance(kv, str) else kv
         self.kv = make(self.executor.cache_spec, self.executor.start())
         self.plugins = Plugins()
         self.plugins.add(Defaults(self.plugins), "core")
         for i, plugin in enumerate(plugins):
-            self.plugins.add(plugin, f"plugin {i}")
+            self.plugins.add(plugin, f"plugin{i}")
         if scheduler is not None:
             self.plugins.add(scheduler, "scheduler")
-        self.engine = Engine(self.plugins, self.executor, self.kv, Limits(tokens, seats, watermark), max_model_len)
+        self._observer = _Observer()
+        self.plugins.add(self._observer, "observer")  # last, so called first: nobody can keep `accept` from it
+        limits = Limits(tokens, seats, watermark, strict, preemption, costs)
+        self.engine = Engine(self.plugins, self.executor, self.kv, limits, max_model_len)
         self.view = self.engine.planner.view
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         """How each request ended, in the order in which they did."""
+        self.errors: dict[str, str] = {}
+        self._left: set[str] = set()
+        self._prefix_cache = prefix_cache
 
     @property
     def plans(self) -> list[Plan]:
         """Of all steps so far."""
         return self.executor.plans
+
+    @property
+    def running(self) -> list[str]:
+        """Ids, in the order of `view.running`."""
+        return [r.id for r in self.view.running]
+
+    @property
+    def waiting(self) -> list[str]:
+        """Ids, in the order of `view.waiting`."""
+        return [r.id for r in self.view.waiting]
+
+    @property
+    def done(self) -> Mapping[str, int]:
+        """How often `request_done` came, by id."""
+        return self._observer.done
 
     @property
     def faults(self) -> dict[str, int]:
@@ -140,17 +195,24 @@ class Simulation:
     def add(self, client: Client) -> TokenOutput | None:
         """Returns the refusal, or None if the request was taken in."""
         prompt, now = list(client.prompt), self.clock.ns() + 1
-        message = Add(client.id, prompt, client.params, now, client.priority, client.tenant, n=client.n)
+        return self.send(Add(client.id, prompt, client.params, now, client.priority, client.tenant, n=client.n))
+
+    def send(self, message: Add) -> TokenOutput | None:
+        """As `add`, with all that one can say."""
         refusals = self.engine.add(message)
         if refusals:
-            return refusals[0]
+            (refusal,) = refusals
+            assert refusal.id == message.id and refusal.finish_reason == "error", f"{refusal} refuses {message}"
+            return refusal
         for id in message.ids:
             self.requests[id] = self.engine.requests[id]
             self.outputs[id] = []
         return None
 
-    def abort(self, *ids: str) -> None:
-        self._take(self.engine.abort(ids))
+    def abort(self, *ids: str, reason: str = "abort") -> None:
+        """Their clients leave, or found a stop string: that is reason "stop"."""
+        self._left.update(ids)
+        self._take(self.engine.abort(ids, reason))
         self.check()
 
     def step(self) -> Plan | None:
@@ -163,47 +225,85 @@ class Simulation:
         self.clock.advance(10 * STEP_SECONDS)
         return None
 
+    def run(self, most: int = 5000) -> None:
+        """Until nobody is left; then check that each got what it gets alone, and that everything is free."""
+        self.play((), most)
+
     def play(self, clients: Iterable[Client], most: int = 5000) -> None:
-        """Let clients come and go until nobody is left, and check that each got what it gets alone."""
+        """The same, while clients come and go."""
         by_step: dict[int, list[Client]] = {}
         leaving: dict[int, list[str]] = {}
         for client in clients:
             by_step.setdefault(client.arrives, []).append(client)
             if client.leaves is not None:
                 leaving.setdefault(client.leaves, []).append(client.id)  # the first of several: the others go on
-        last = max([*by_step, *leaving], default=0)
+        last = max([*by_step, *leaving], default=-1)
         step = 0
         while step <= last or self.engine.has_work:
-            waiting = [r.id for r in self.view.waiting]
-            assert step < most, f"no end after {most} steps: {self.view.running} run, {waiting} wait"
+            assert step < most, f"no end after {most} steps: {self.view.running} run, {self.waiting} wait"
             for client in by_step.get(step, ()):
                 self.add(client)
             self.abort(*leaving.get(step, ()))
             self.step()
             step += 1
         for id, request in self.requests.items():
-            expected = self.alone(request)
-            whole = self.reasons[id] not in ("abort", "error") and request.params.max_tokens is not None
-            assert self.outputs[id] == (expected if whole else expected[: len(self.outputs[id])]), f"{id}: other tokens"
+            expected, output, reason = self.alone(id), self.outputs[id], self.reasons[id]
+            whole = id not in self._left and reason != "error" and request.params.max_tokens is not None
+            assert output == (expected if whole else expected[: len(output)]), f"{id}: other tokens"
         usage = self.kv.usage()
         rest = (usage.holding, usage.reserved, usage.swapped, usage.tokens)
         assert rest == (0, 0, 0, 0), f"everybody has left, and the cache says {usage}"
         assert self.kv.available == usage.total, f"{self.kv.available} of {usage.total} blocks came back"
 
     def check(self) -> None:
+        """What has to hold between any two steps."""
         self.executor.check()
         self.kv.check_integrity()
-        usage, total = self.kv.usage(), self.executor.capacity.blocks["device"]
+        self._check_requests()
+        self._check_usage()
+
+    def _check_requests(self) -> None:
+        """Everybody who was taken in is in one place, or has ended."""
+        view = self.view
+        shown = [*view.running, *view.waiting]
+        alive = {r.id for r in shown} | {child.id for r in shown for child in r.children}
+        assert len(alive) == len(view.running) + len(view.waiting) + view.hidden == view.total, f"{shown}"
+        assert alive == set(self.engine.requests), f"{alive} are in the queues, {set(self.engine.requests)} in all"
+        ended = self._observer.accepted - alive
+        assert set(self.done) == ended, f"{ended} have ended, and that was told of {set(self.done)}"
+        assert not self._observer.twice, f"request_done came twice for {self._observer.twice}"
+
+    def _check_usage(self) -> None:
+        """The cache's figures are true, as far as can be told from outside."""
+        spec, view, usage = self.executor.cache_spec, self.view, self.kv.usage()
+        total = self.executor.capacity.blocks["device"]
         assert usage.total == total, f"{usage} does not add up to {total} blocks"
         assert min(usage) >= 0, f"{usage}"
         assert self.kv.available == usage.free + usage.cached, f"{self.kv.available} blocks available, {usage}"
+        windowed = any(group.window is not None for group in spec.groups)
+        away = sum(-(-r.computed // spec.block_size) for r in view.waiting)
+        # Only who was swapped out waits with computed tokens; blocks out of the window stay behind.
+        assert usage.swapped <= away if windowed else usage.swapped == away, f"{usage}, but {away} were swapped out"
+        held = sum(r.computed for r in view.running)
+        forked = sum(r.parent is not None for r in view.running)  # each begins one token before its parent
+        assert usage.tokens <= held + forked, f"{usage}, but those who run have computed {held} tokens"
+        assert usage.holding * spec.block_size >= usage.tokens, f"{usage}: more tokens than places"
+        if not self._prefix_cache:
+            assert usage.cached == 0, f"{usage}, without a prefix cache"
+            assert usage.tokens == held or forked or windowed, f"{usage}, but those who run have computed {held} tokens"
+        if not view.running:
+            assert (self.kv.available, usage.tokens) == (total, 0), f"nobody runs, and the cache says {usage}"
 
-    def alone(self, request: Request) -> list[int]:
-        """What the request's output is when nobody disturbs it."""
+    def alone(self, id: str) -> list[int]:
+        """What the output of a request is when nobody disturbs it; ends where `next_token` fails it."""
+        request = self.requests[id]
         params, tokens, output = request.params, list(request.prompt), list[int]()
-        data = RequestData(request.id, list(request.prompt), len(request.prompt), params, request.seed)
+        data = RequestData(id, list(request.prompt), len(request.prompt), params, request.seed)
         while len(output) < (params.max_tokens or 1000):
-            output.append(self.executor.next_token(data, tokens))
+            try:
+                output.append(self.executor.next_token(data, tokens))
+            except RequestFailed:
+                break
             tokens.append(output[-1])
             if output[-1] in params.ends and len(output) > params.min_tokens:
                 break
@@ -217,14 +317,16 @@ class Simulation:
             known += output.tokens
             if output.finish_reason is not None:
                 self.reasons[output.id] = output.finish_reason
+                if output.error:
+                    self.errors[output.id] = output.error
 
 
-def make_cache(name: str, options: dict[str, Any] | None = None) -> MakeCache:
+def make_cache(name: str, options: dict[str, Any] | None = None, **settings: Any) -> MakeCache:
     """What makes the KV cache of a provider."""
     plugins = load_plugins()
 
     def make(cache_spec: CacheSpec, capacity: Capacity) -> KVCache:
-        context = {"settings": Settings(), "plugins": plugins, "cache_spec": cache_spec, "capacity": capacity}
+        context = {"settings": Settings(**settings), "plugins": plugins, "cache_spec": cache_spec, "capacity": capacity}
         cache: KVCache = plugins.create("kv", name, options, **context)
         return cache
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Any, Protocol
+
+from framework import PluginError
 
 
 class Eviction(Protocol):
@@ -99,7 +101,10 @@ class Pool:
         blocks = free[: -count - 1 : -1]
         del free[-count:]
         while len(blocks) < count:
-            block = self._eviction.pop()
+            block = self._evict("pop")
+            if type(block) is not int or block not in self._name_of or self.refs[block]:
+                name = type(self._eviction).__name__
+                raise PluginError(f"eviction {name!r}: pop answered {block!r}, which is no idle block", name)
             self.idle -= 1
             del self._block_of[self._name_of.pop(block)]
             blocks.append(block)
@@ -107,10 +112,18 @@ class Pool:
             self.refs[block] = 1
         return blocks
 
+    def _evict(self, method: str, *arguments: int) -> Any:
+        """Ask the eviction policy, which may be anybody's."""
+        try:
+            return getattr(self._eviction, method)(*arguments)
+        except Exception as exc:
+            name = type(self._eviction).__name__
+            raise PluginError(f"eviction {name!r}: {method}: {type(exc).__name__}: {exc}", name) from exc
+
     def hold(self, block: int) -> None:
         """One more table holds `block`."""
         if not self.refs[block]:
-            self._eviction.remove(block)
+            self._evict("remove", block)
             self.idle -= 1
         self.refs[block] += 1
 
@@ -121,7 +134,7 @@ class Pool:
             refs[block] -= 1
             if not refs[block]:
                 if block in names:
-                    self._eviction.add(block, self._uses[block])
+                    self._evict("add", block, self._uses[block])
                     self.idle += 1
                 else:
                     self.free.append(block)

@@ -51,9 +51,9 @@ def supported() -> tuple[str, ...]:
 
 
 def compiler() -> str:
-    """Path of the C++ compiler: $CXX, g++, c++ or clang++, whichever is found first. Raises `BuildError`."""
+    """Path of the C++ compiler: $CXX, or g++ or c++. Raises `BuildError`."""
     asked = os.environ.get("CXX")
-    for name in [asked] if asked else ["g++", "c++", "clang++"]:
+    for name in [asked] if asked else ["g++", "c++"]:
         if path := shutil.which(name):
             return path
     if asked:

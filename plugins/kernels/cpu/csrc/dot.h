@@ -133,8 +133,8 @@ inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, 
 }
 
 template <class D, int M, int NG>
-inline void rows(int64_t m, const typename D::A* a, int64_t lda, const Words& b, int64_t g, float* c,
-                 int64_t ldc, bool more) {
+inline void rows(int64_t m, const typename D::A* a, int64_t lda, const Words& b, int64_t g, float* c, int64_t ldc,
+                 bool more) {
   if constexpr (M > 0) {
     if (m >= M)
       dot<D, M, NG>(a, lda, b, g, c, ldc, more);
@@ -143,19 +143,26 @@ inline void rows(int64_t m, const typename D::A* a, int64_t lda, const Words& b,
   }
 }
 
-// C [m][16 * groups] = (more ? C : 0) + A [m] B. Rows outside, so that a few rows of A stay in the nearest cache.
+// C [m][16 * groups] = (more ? C : 0) + A [m] B. Rows outside, in parts of about the same number, so that a few rows of A
+// stay in the nearest cache.
+template <class D, int NG>
+inline void part(int64_t m, int64_t from, int64_t to, const typename D::A* a, int64_t lda, const Words& b, float* c,
+                 int64_t ldc, bool more) {
+  constexpr int M = D::rows(NG);
+  const int64_t parts = (m + M - 1) / M;
+  for (int64_t i = 0; i < parts; i++) {
+    const int64_t r = m * i / parts, count = m * (i + 1) / parts - r;
+    for (int64_t g = from; g < to; g += NG)
+      rows<D, M, NG>(count, a + r * lda, lda, b, g, c + r * ldc + g * LANES, ldc, more);
+  }
+}
+
 template <class D>
-inline void product(int64_t m, int64_t groups, const typename D::A* a, int64_t lda, const Words& b,
-                    float* c, int64_t ldc, bool more) {
-  constexpr int NG = D::GROUPS, M = D::rows(NG), M1 = D::rows(1);
-  auto even = [m](int64_t most) { return (m + (m + most - 1) / most - 1) / ((m + most - 1) / most); };
-  const int64_t whole = groups / NG * NG, some = even(M), some1 = even(M1);
-  for (int64_t r = 0; r < m; r += some)
-    for (int64_t g = 0; g < whole; g += NG)
-      rows<D, M, NG>(std::min(some, m - r), a + r * lda, lda, b, g, c + r * ldc + g * LANES, ldc, more);
-  for (int64_t r = 0; r < m; r += some1)
-    for (int64_t g = whole; g < groups; g++)
-      rows<D, M1, 1>(std::min(some1, m - r), a + r * lda, lda, b, g, c + r * ldc + g * LANES, ldc, more);
+inline void product(int64_t m, int64_t groups, const typename D::A* a, int64_t lda, const Words& b, float* c,
+                    int64_t ldc, bool more) {
+  const int64_t whole = groups / D::GROUPS * D::GROUPS;
+  if (whole > 0) part<D, D::GROUPS>(m, 0, whole, a, lda, b, c, ldc, more);
+  if (whole < groups) part<D, 1>(m, whole, groups, a, lda, b, c, ldc, more);
 }
 
 }  // namespace ISA
