@@ -15,9 +15,8 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import finish, header
 
@@ -47,37 +46,42 @@ VARIANTS: dict[str, dict[str, Any]] = {
 CHUNK, BLOCK = 128, 16
 
 
-@dataclass
-class Variant:
-    """A model under some settings, and what came of it so far, token by token."""
+class Quality(NamedTuple):
+    """losses, divergence: float64 [tokens]; best: int64 [tokens]."""
 
-    name: str
-    settings: Settings
-    losses: list[torch.Tensor] = field(default_factory=list)
-    best: list[torch.Tensor] = field(default_factory=list)
-    divergence: list[torch.Tensor] = field(default_factory=list)
+    losses: torch.Tensor
+    divergence: torch.Tensor
+    best: torch.Tensor
 
-    def __post_init__(self) -> None:
-        plugins = load_plugins()
-        plugins.activate(self.settings, engine=True)
-        self.executor = TorchExecutor(self.settings, plugins, open_checkpoint(self.settings, plugins))
-        self.executor.start()
+    @property
+    def perplexity(self) -> float:
+        return math.exp(float(self.losses.mean()))
 
-    def logits(self, tokens: torch.Tensor, start: int) -> torch.Tensor:
-        """Of every token, behind `start` tokens in the cache: float32 [tokens, vocab]."""
-        executor, count = self.executor, len(tokens)
+
+def measure(settings: Settings, text: Path, window: int, most: int, exact: list[torch.Tensor]) -> Quality:
+    """Of a model under these settings. exact: float32 log-probabilities [tokens, vocab] of each chunk to compare with;
+    an empty list is filled."""
+    plugins = load_plugins()
+    plugins.activate(settings, engine=True)
+    executor = TorchExecutor(settings, plugins, open_checkpoint(settings, plugins))
+    executor.start()
+    assert executor.model is not None
+    tokens = executor.checkpoint.tokenizer().encode(text.read_text("utf-8"))[:most]
+    first, rows = not exact, []
+    for number, (given, following, start) in enumerate(chunks(tokens, window)):
+        count = len(given)
         table = np.arange(-(-(start + count) // BLOCK), dtype=np.int32)[None]
         starts, lens = np.array([start], np.int32), np.array([count], np.int32)
         meta = executor.backend.prepare(Batch(starts, lens, (table,), np.ones(1, np.bool_), BLOCK), executor.device)
         meta.logits_rows = torch.arange(count)
-        assert executor.model is not None
-        return executor.model.forward(tokens, torch.arange(start, start + count), executor._caches, meta).float()
-
-    def perplexity(self) -> float:
-        return math.exp(float(torch.cat(self.losses).mean()))
-
-    def agreement(self, other: Variant) -> float:
-        return float((torch.cat(self.best) == torch.cat(other.best)).double().mean())
+        logits = executor.model.forward(given, torch.arange(start, start + count), executor._caches, meta)
+        found = logits.float().log_softmax(-1)
+        if first:
+            exact.append(found)
+        divergence = (exact[number].exp() * (exact[number] - found)).sum(-1)
+        rows.append((-found.gather(1, following[:, None])[:, 0].double(), divergence.double(), found.argmax(-1)))
+    executor.stop()
+    return Quality(*map(torch.cat, zip(*rows, strict=True)))
 
 
 def chunks(tokens: list[int], window: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -101,31 +105,21 @@ def main() -> None:
     options = parser.parse_args()
     header()
     common = {"model": options.model, "threads": options.threads, "kv_blocks": options.window // BLOCK + 1}
-    variants = [Variant(name, Settings.load(**common, **flags)) for name, flags in VARIANTS.items()]
-    tokens = variants[0].executor.checkpoint.tokenizer().encode(options.text.read_text("utf-8"))[: options.tokens]
+    exact: list[torch.Tensor] = []
     with torch.inference_mode():
-        for given, following, start in chunks(tokens, options.window):
-            exact: torch.Tensor | None = None
-            for variant in variants:
-                predicted = variant.logits(given, start).log_softmax(-1)
-                exact = predicted if exact is None else exact
-                variant.losses.append(-predicted.gather(1, following[:, None])[:, 0].double())
-                variant.best.append(predicted.argmax(-1))
-                variant.divergence.append((exact.exp() * (exact - predicted)).sum(-1).double())
-    report(variants, len(tokens), options)
-
-
-def report(variants: list[Variant], tokens: int, options: argparse.Namespace) -> None:
-    named = {variant.name: variant for variant in variants}
-    base = named[BASE]
-    print(f"{options.text.name}: {tokens} tokens in windows of {options.window}")
+        found = {
+            name: measure(Settings.load(**common, **flags), options.text, options.window, options.tokens, exact)
+            for name, flags in VARIANTS.items()
+        }
+    base = found[BASE]
+    print(f"{options.text.name}: {len(base.losses)} tokens predicted, in windows of {options.window}")
     print(f"{'':24}{'perplexity':>11}{'over bf16':>11}{'top-1':>8}{'KL':>10}")
     worse, agree, far = {}, {}, {}
-    for name, variant in named.items():
-        worse[name] = variant.perplexity() / base.perplexity() - 1
-        agree[name] = variant.agreement(base)
-        far[name] = float(torch.cat(variant.divergence).mean())
-        print(f"{name:24}{variant.perplexity():11.3f}{worse[name]:+11.2%}{agree[name]:8.1%}{far[name]:10.5f}")
+    for name, quality in found.items():
+        worse[name] = quality.perplexity / base.perplexity - 1
+        agree[name] = float((quality.best == base.best).double().mean())
+        far[name] = float(quality.divergence.mean())
+        print(f"{name:24}{quality.perplexity:11.3f}{worse[name]:+11.2%}{agree[name]:8.1%}{far[name]:10.5f}")
     finish(
         options.check,
         [

@@ -3,6 +3,9 @@
 #include <cmath>
 
 #include "vec.h"
+#if defined(__AVX2__) && !defined(WIDTH)
+#include <immintrin.h>
+#endif
 
 namespace ISA {
 
@@ -64,6 +67,17 @@ inline void store_bytes(const T* key, const T* value, int8_t* keys, int8_t* valu
   for (int64_t i = 0; i < size; i++) to[i * PER] = q[i];
 }
 
+inline vi get_bytes(const int8_t* p) {
+#if defined(__AVX512F__) && !defined(WIDTH)
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__) && !defined(WIDTH)  // compilers take eight bytes apart one by one
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  typedef int8_t vb __attribute__((vector_size(W)));
+  return __builtin_convertvector(load<vb>(p), vi);
+#endif
+}
+
 inline void put_integers(float* p, vf x) { store(p, x); }
 
 inline void put_integers(bf16* p, vf x) { store(p, __builtin_convertvector((vu)x >> 16, vh)); }  // exact
@@ -71,11 +85,10 @@ inline void put_integers(bf16* p, vf x) { store(p, __builtin_convertvector((vu)x
 // The bytes of a page as numbers, and the scales; `next` is fetched meanwhile.
 template <class T>
 inline void load_bytes(const int8_t* page, const char* next, int64_t padded, T* to, float* scales) {
-  typedef int8_t vb __attribute__((vector_size(W)));
   for (int64_t line = 0; line < 16 * padded; line += 64) {
     __builtin_prefetch(next + line);
     UNROLL for (int i = 0; i < 64; i += W)
-      put_integers(to + line + i, __builtin_convertvector(__builtin_convertvector(load<vb>(page + line + i), vi), vf));
+      put_integers(to + line + i, __builtin_convertvector(get_bytes(page + line + i), vf));
   }
   memcpy(scales, page + 16 * padded, 64);
 }
