@@ -117,6 +117,11 @@ class KVCache(ABC):
         """
         return False
 
+    @property
+    def swaps(self) -> bool:
+        """Whether it can move requests to the host: whether it has a `swap_out` of its own."""
+        return type(self).swap_out is not KVCache.swap_out
+
     def swap_out(self, request: Request) -> bool:
         """Move what `request` computed to the host tier and drop all its device blocks. False: no room, nothing
         changed."""

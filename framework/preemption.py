@@ -100,9 +100,10 @@ class Preemption:
         wanted = mode or limits.preemption
         if wanted is None:
             wanted = limits.costs.choose(kv.peak(request, request.computed), request.computed)
-        swapped = wanted is Mode.SWAP and request.computed > 0 and kv.swap_out(request)
+        worth = wanted is Mode.SWAP and request.computed > 0 and kv.swaps
+        swapped = worth and kv.swap_out(request)
         if not swapped:
-            self.exhausted += wanted is Mode.SWAP and request.computed > 0
+            self.exhausted += worth
             kv.release(request)
             request.computed = 0
         done = Mode.SWAP if swapped else Mode.RECOMPUTE

@@ -46,8 +46,10 @@ def build_engine(
         spec = executor.spec
         max_model_len, reason = _max_model_len(settings, kv, spec.max_model_len)
         blocks = kv.usage().total
-        nowhere = settings.preemption == "auto" and not capacity.blocks.get("host")  # to swap to
-        preemption = "recompute" if nowhere else settings.preemption
+        host_blocks = capacity.blocks.get("host", 0) if kv.swaps else 0
+        if settings.preemption == "swap" and not kv.swaps:
+            raise ConfigError(f"--preemption swap: --kv {settings.kv} does not swap; use recompute or auto")
+        preemption = "recompute" if settings.preemption == "auto" and not host_blocks else settings.preemption
         limits = Limits(
             tokens=settings.max_num_batched_tokens,
             seats=settings.max_num_seqs,
@@ -85,7 +87,7 @@ def build_engine(
         load_seconds=time.monotonic() - began,
         notes=list(executor.notes),
         uses=sorted(set(_used(settings, plugins))),
-        host_blocks=capacity.blocks.get("host", 0),
+        host_blocks=host_blocks,
         preemption=preemption,
         copy_rate=executor.copy_rate,
         compute_rate=executor.compute_rate,

@@ -322,6 +322,10 @@ def test_auto_goes_by_the_rates_that_were_measured(llm: LLM, tiny_llama: Path) -
     assert limits.costs == (info.copy_rate, info.compute_rate, info.block_bytes) and min(limits.costs) > 0
     with engine(tiny_llama, swap_space="0") as small:  # there is nothing to choose
         assert (small.engine.planner.limits.preemption, small.info.preemption) == (Mode.RECOMPUTE, "recompute")
+    with engine(tiny_llama, kv="contiguous") as whole:  # nor for a cache that does not swap
+        assert (whole.info.preemption, whole.info.host_blocks) == ("recompute", 0)
+    with pytest.raises(ConfigError, match="--preemption swap: --kv contiguous does not swap; use recompute or auto"):
+        engine(tiny_llama, kv="contiguous", preemption="swap")
 
 
 def test_priority_tenant_and_salt_of_each_prompt(tiny_llama: Path, llm: LLM) -> None:
