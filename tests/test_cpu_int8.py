@@ -89,6 +89,23 @@ def test_sums_are_exact(isa: str, dtype: torch.dtype) -> None:
 
 
 @isas
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_who_else_is_in_the_batch(isa: str, dtype: torch.dtype) -> None:
+    """Changes nothing, to the bit; nor does the number of threads."""
+    backend, x = CpuBackend(CpuOptions(isa=isa), "int8"), normal(130, 300, dtype=dtype)
+    packed, before = backend.pack("linear", normal(700, 300, dtype=dtype, seed=1)), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = backend.linear(x, packed)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in (1, 7, 48, 130):
+                assert torch.equal(backend.linear(x[:rows], packed), whole[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@isas
 def test_odd_numbers(isa: str) -> None:
     """NaN and infinity reach the logits; rows of nothing, of tiny and of huge numbers do not make them."""
     backend = CpuBackend(CpuOptions(isa=isa), "int8")
