@@ -5,7 +5,8 @@
 
 The backends take turns within each repetition, with random weights, and the fastest of each is printed: on a shared
 machine the others say more of the neighbours. With one thread its CPU time is taken, which they change little. Weights
-and caches are more than fit in the CPU's caches, and used in turn.
+and caches are more than fit in the CPU's caches, and used in turn. Kernel int8 is cpu with weights in 8 bits, kv8 with
+keys and values; bytes are counted as those of --dtype.
 Limits are measured in the same run: reading memory, and torch's product of two large matrices.
 """
 
@@ -84,8 +85,8 @@ def batch(starts: list[int], lens: list[int], size: int = 16) -> tuple[Batch, in
 class Bench:
     """One model on one backend."""
 
-    def __init__(self, backend: KernelBackend, config: dict[str, Any], dtype: torch.dtype) -> None:
-        self.backend, self.dtype = backend, dtype
+    def __init__(self, backend: KernelBackend, config: dict[str, Any], dtype: torch.dtype, kv: torch.dtype) -> None:
+        self.backend, self.dtype, self.kv = backend, dtype, kv
         self.spec = Llama.spec(config)
         self.model = Llama(self.spec, backend, dtype, CPU)
         self.model.load(self._tensors(config))
@@ -100,7 +101,7 @@ class Bench:
 
     def step(self, starts: list[int], lens: list[int]) -> tuple[Callable[[], object], int]:
         one, blocks = batch(starts, lens)
-        caches = self.backend.allocate(self.group, self.dtype, 16, blocks, CPU)
+        caches = self.backend.allocate(self.group, self.kv, 16, blocks, CPU)
         for cache in caches:
             for pages in cache:
                 pages.fill_(0.1)
@@ -129,10 +130,10 @@ class Bench:
         spec, group, itemsize = self.spec, self.group, self.dtype.itemsize
         count = 1 + COLD // (2 * blocks * 16 * group.kv_heads * group.head_dim * itemsize) if max(lens) < 16 else 1
         count = min(count, 60)
-        caches = self.backend.allocate(structs.replace(group, layers=count), self.dtype, 16, blocks, CPU)
+        caches = self.backend.allocate(structs.replace(group, layers=count), self.kv, 16, blocks, CPU)
         for cache in caches:
             for pages in cache:
-                pages.normal_()
+                pages.fill_(0.1)
         q = torch.randn(sum(lens), spec.heads, spec.head_dim).to(self.dtype)
         meta = self.backend.prepare(one, CPU)
 
@@ -148,7 +149,7 @@ class Bench:
         x, wide = torch.randn(m, spec.hidden).to(self.dtype), torch.randn(m, 2 * inner).to(self.dtype)
         residual, weight = torch.zeros_like(x), torch.ones(spec.hidden, dtype=self.dtype)
         one, blocks = batch([100] * m, [1] * m)
-        (cache,) = backend.allocate(structs.replace(self.group, layers=1), self.dtype, 16, blocks, CPU)
+        (cache,) = backend.allocate(structs.replace(self.group, layers=1), self.kv, 16, blocks, CPU)
         meta, rope = backend.prepare(one, CPU), self.model._rope
         widths = [spec.heads * spec.head_dim, *[spec.kv_heads * spec.head_dim] * 2]
         parts = torch.randn(m, sum(widths)).to(self.dtype).split(widths, -1)
@@ -179,12 +180,18 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
     config = SHAPES[options.shape] | {"tie_word_embeddings": True}
-    made = {"torch": TorchBackend, "cpu": lambda: CpuBackend(CpuOptions(isa=options.isa))}
+    isa = CpuOptions(isa=options.isa)
+    made: dict[str, Callable[[], KernelBackend]] = {
+        "torch": TorchBackend,
+        **dict.fromkeys(("cpu", "kv8"), lambda: CpuBackend(isa)),
+        "int8": lambda: CpuBackend(isa, "int8"),
+    }
+    kv = {"kv8": torch.int8}
     with torch.inference_mode():
         bandwidth, flops, kind = limits(dtype)
         print(f"{options.shape}, {options.dtype}, {options.threads} threads; limits measured: {bandwidth:.0f} GB/s, "
               f"{flops:.0f} GFLOP/s in {kind}")  # fmt: skip
-        benches = {name: Bench(made[name](), config, dtype) for name in options.kernels.split(",")}
+        benches = {name: Bench(made[name](), config, dtype, kv.get(name, dtype)) for name in options.kernels.split(",")}
         batches = [int(size) for size in options.batches.split(",")]
         some = cases(Llama.spec(config), dtype.itemsize, batches, options.context, options.prompt)
         some = (case for case in some if options.only in ("", case.kind))

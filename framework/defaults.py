@@ -140,6 +140,10 @@ def _unsupported(
 
     if backend.block_sizes and settings.block_size not in backend.block_sizes:
         return f"block size {settings.block_size} is not one of {', '.join(map(str, backend.block_sizes))}"
+    if settings.quantization not in ("none", *backend.quantizations):
+        return f"it has no --quantization {settings.quantization}"
+    if settings.kv_dtype not in ("auto", *backend.kv_dtypes):
+        return f"it has no --kv-dtype {settings.kv_dtype}"
     for window in dict.fromkeys(spec.windows):
         for op in OPS:
             support = backend.supports(op, dtype, device, head_dim=spec.head_dim, window=window)

@@ -100,6 +100,10 @@ class KernelBackend(ABC):
     name = ""
     block_sizes: tuple[int, ...] = ()
     """Block sizes it can serve; empty: any."""
+    quantizations: tuple[str, ...] = ()
+    """Values of `--quantization`, besides "none", that its `pack` obeys."""
+    kv_dtypes: tuple[str, ...] = ()
+    """Types of cache pages that it has, besides that of activations: `allocate` and `block_bytes` are given one."""
     graphs: Literal["none", "decode", "full"] = "none"
     """Which steps it can run as captured graphs."""
     declined: tuple[str, ...] = ()

@@ -151,6 +151,9 @@ class EngineInfo(msgspec.Struct):
     """Bytes per second between device and host; 0: not measured."""
     compute_rate: float = 0.0
     """Prompt tokens per second; 0: not measured."""
+    quantization: str = "none"
+    kv_dtype: str = ""
+    """Of keys and values: a torch dtype's name."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -52,7 +52,7 @@ class ReferenceBackend(KernelBackend):
         return weight if op == "embed" else Linear(weight, bias)
 
     def block_bytes(self, group: CacheGroup, dtype: torch.dtype, block_size: int) -> int:
-        return 2 * group.layers * prod(self._page(group, block_size)) * dtype.itemsize
+        return 2 * group.layers * prod(self._page(group, dtype, block_size)) * dtype.itemsize
 
     def allocate(
         self,
@@ -63,7 +63,7 @@ class ReferenceBackend(KernelBackend):
         device: torch.device,
         pinned: bool = False,
     ) -> list[Any]:
-        shape = (blocks, *self._page(group, block_size))
+        shape = (blocks, *self._page(group, dtype, block_size))
 
         def pages() -> torch.Tensor:
             if pinned or device.type != "cpu":
@@ -78,7 +78,7 @@ class ReferenceBackend(KernelBackend):
         return [Pages(pages(), pages()) for _ in range(group.layers)]
 
     @staticmethod
-    def _page(group: CacheGroup, block_size: int) -> tuple[int, int, int]:
+    def _page(group: CacheGroup, dtype: torch.dtype, block_size: int) -> tuple[int, int, int]:
         return group.kv_heads, block_size, group.head_dim
 
     def prepare(self, batch: Batch, device: torch.device, out: Meta | None = None) -> Meta:

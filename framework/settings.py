@@ -88,6 +88,11 @@ class Settings(BaseSettings):
         "Model",
         "Type of weights and activations; auto: bfloat16 where the hardware has it, else float32.",
     )
+    quantization: Literal["none", "int8"] = setting(
+        "none",
+        "Model",
+        "int8: weights of linear layers in 8 bits, made from any checkpoint as it loads, times activations in 8 bits.",
+    )
     max_model_len: Annotated[int | None, Field(ge=1, le=_INT32)] = setting(
         None, "Model", "Longest prompt plus output, in tokens; default: what the model and the KV pool allow."
     )
@@ -113,6 +118,9 @@ class Settings(BaseSettings):
     kv: str = setting("paged", "KV cache", "KV cache provider.")
     kv_opt: dict[str, Any] = setting({}, "KV cache", "Option of the KV cache, key=value; repeatable.")
     block_size: Annotated[int, Field(ge=1, le=2**16)] = setting(16, "KV cache", "Tokens per KV block.")
+    kv_dtype: Literal["auto", "int8"] = setting(
+        "auto", "KV cache", "Type of keys and values; auto: that of activations; int8: a scale per token and head."
+    )
     kv_memory: str | None = setting(
         None,
         "KV cache",

@@ -91,6 +91,8 @@ def build_engine(
         preemption=preemption,
         copy_rate=executor.copy_rate,
         compute_rate=executor.compute_rate,
+        quantization=settings.quantization,
+        kv_dtype=executor.cache_spec.dtype,
     )
     return engine, info
 

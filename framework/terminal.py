@@ -83,13 +83,14 @@ def banner(info: EngineInfo, url: str, chat: bool) -> str:
     names = sorted(info.providers.items(), key=lambda item: (*_ORDER, item[0]).index(item[0]))
     tokens = info.kv_blocks * info.block_size
     fit = info.kv_blocks // -(-info.max_model_len // info.block_size)
+    weights = "" if info.quantization == "none" else f", weights in {info.quantization}"
     rows = [
-        ("model", f"{info.model} ({info.architecture}), {info.dtype}"),
+        ("model", f"{info.model} ({info.architecture}), {info.dtype}{weights}"),
         ("device", f"{info.device}, {info.threads} thread{'s' * (info.threads != 1)}"),
         ("plugins", ", ".join(f"{kind} {name}" for kind, name in names)),
         (
             "KV cache",
-            f"{info.kv_blocks} blocks of {info.block_size} = {tokens} tokens "
+            f"{info.kv_blocks} blocks of {info.block_size} = {tokens} tokens in {info.kv_dtype or info.dtype} "
             f"({size(info.kv_blocks * info.block_bytes)}); {fit} request{'s' * (fit != 1)} of full length "
             f"fit{'s' * (fit == 1)}",
         ),

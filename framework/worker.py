@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from . import machine
 from .batch import Array, RowBatch, Rows
@@ -83,7 +84,10 @@ class TorchExecutor(Executor):
         loaded, total = itertools.count(1), max(1, self.checkpoint.num_tensors)
         progress("load weights", 0.0)
         self.model.load(self.checkpoint.tensors(), lambda: progress("load weights", min(1.0, next(loaded) / total)))
-        spec = self.cache_spec = self.model.cache_spec(settings.block_size)
+        spec = self.model.cache_spec(settings.block_size)
+        if settings.kv_dtype != "auto":
+            spec = replace(spec, dtype=settings.kv_dtype)
+        self.cache_spec = spec
         cache_dtype: torch.dtype = getattr(torch, spec.dtype)
         block_bytes = sum(self.backend.block_bytes(g, cache_dtype, spec.block_size) for g in spec.groups)
         blocks = self._blocks(block_bytes)

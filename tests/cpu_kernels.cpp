@@ -61,8 +61,8 @@ struct Buffer {
 static int checks = 0;
 
 template <class T>
-static void near(double got, double wanted, double scale, const std::string& what) {
-  const double tolerance = (sizeof(T) == 4 ? 1e-5 : 8e-3) * (scale + std::fabs(wanted));
+static void near(double got, double wanted, double scale, const std::string& what, double more = 0) {
+  const double tolerance = (more + (sizeof(T) == 4 ? 1e-5 : 8e-3)) * (scale + std::fabs(wanted));
   checks++;
   if (!(std::fabs(got - wanted) <= tolerance)) {
     printf("%s: %g instead of %g\n", what.c_str(), got, wanted);
@@ -83,6 +83,25 @@ static void linear(const Kernels& table, int threads, int m, int k, int n, bool 
       double sum = with_bias ? double(bias[j]) : 0;
       for (int l = 0; l < k; l++) sum += double(x[i * k + l]) * double(weight[j * k + l]);
       near<T>(y[i * n + j], sum, std::sqrt(k), std::string(table.name) + " linear " + std::to_string(k));
+    }
+}
+
+template <class T>
+static void linear_int8(const Kernels& table, int threads, int m, int k, int n, bool with_bias) {
+  Buffer<T> x(size_t(m) * k), weight(size_t(n) * k), bias(n), y(size_t(m) * n);
+  for (T* data : {x.data.get(), weight.data.get()})  // integers, and the largest among them: nothing is rounded
+    for (int i = 0; i < (data == x.data.get() ? m : n) * k; i++) data[i] = T(i % k % 64 ? below(255) - 127 : 127);
+  const size_t groups = (n + 15) / 16;
+  Buffer<uint32_t> words(groups * ((k + 3) / 4) * 16, 0);
+  Buffer<float> scales(groups * 16, NAN);
+  table.pack_int8(threads, {weight.data.get(), n, k, k}, words.data.get(), scales.data.get());
+  table.linear_int8(threads, {x.data.get(), m, k, k}, words.data.get(), scales.data.get(), n,
+                    with_bias ? bias.data.get() : nullptr, y.data.get());
+  for (int i = 0; i < m; i++)
+    for (int j = 0; j < n; j++) {
+      double sum = with_bias ? double(bias[j]) : 0;
+      for (int l = 0; l < k; l++) sum += double(x[i * k + l]) * double(weight[j * k + l]);
+      near<T>(y[i * n + j], sum, 100, std::string(table.name) + " linear_int8 " + std::to_string(k));
     }
 }
 
@@ -119,8 +138,8 @@ struct Span {
 
 template <class T>
 static void attention(const Kernels& table, int threads, const std::vector<Span>& spans, int heads, int kv_heads,
-                      int size, int block, int window, int plan_threads) {
-  const std::string name = std::string(table.name) + " attention of " + std::to_string(size);
+                      int size, int block, int window, int plan_threads, bool bytes = false) {
+  const std::string name = std::string(table.name) + (bytes ? " int8" : "") + " attention of " + std::to_string(size);
   const int padded = (size + 15) / 16 * 16, requests = int(spans.size());
   int blocks = 2, columns = 0, tokens = 0, past = 0;
   for (auto [start, n] : spans) {
@@ -133,9 +152,11 @@ static void attention(const Kernels& table, int threads, const std::vector<Span>
   std::iota(order.begin(), order.end(), 0);
   for (int i = blocks - 1; i > 0; i--) std::swap(order[i], order[below(i + 1)]);
   Buffer<int32_t> tables(size_t(requests) * columns, -1), cu_lens(requests + 1, 0), seq_lens(requests, 0);
-  const size_t pages = size_t(blocks) * kv_heads * block * padded;
-  Buffer<T> keys(pages, NAN), values(pages, NAN);
-  Cache cache{keys.data.get(), values.data.get(), kv_heads, block, size, padded};
+  const size_t pages = size_t(blocks) * kv_heads * block * padded, some = size_t(blocks) * kv_heads * block;
+  Buffer<T> keys(bytes ? 0 : pages, NAN), values(bytes ? 0 : pages, NAN);
+  Buffer<float> byte_keys(bytes ? pages / 4 + some : 0, NAN), byte_values(bytes ? pages / 4 + some : 0, NAN);
+  Cache cache{keys.data.get(), values.data.get(), kv_heads, block, size, padded, bytes};
+  if (bytes) cache.keys = byte_keys.data.get(), cache.values = byte_values.data.get();
   std::vector<std::vector<double>> k(requests), v(requests);
   Buffer<T> q(size_t(tokens) * heads * size), out(size_t(tokens) * heads * size, NAN);
   int next = 0, longest = 0;
@@ -203,21 +224,24 @@ static void attention(const Kernels& table, int threads, const std::vector<Span>
         for (int t = low; t <= position; t++)
           for (int j = 0; j < size; j++)
             wanted[j] += weights[t - low] / total * v[r][(size_t(t) * kv_heads + h / (heads / kv_heads)) * size + j];
-        for (int j = 0; j < size; j++) near<T>(out[at + j], wanted[j], 0.3, name);
+        for (int j = 0; j < size; j++) near<T>(out[at + j], wanted[j], 0.3, name, bytes ? 0.04 : 0);
       }
 }
 
 template <class T>
 static void all(const Kernels& table, int threads) {
   for (auto [m, k, n] : {std::tuple{1, 64, 96}, {5, 20, 7}, {33, 97, 64}, {1, 1, 1}, {13, 1031, 85}, {100, 130, 300}})
-    linear<T>(table, threads, m, k, n, m % 2);
+    linear<T>(table, threads, m, k, n, m % 2), linear_int8<T>(table, threads, m, k, n, m % 2);
   for (int size : {1, 7, 20, 64, 577}) element_wise<T>(table, threads, 23, size);
   const std::vector<Span> mixed = {{20, 1}, {0, 33}, {5, 6}, {16, 20}, {63, 1}, {8, 6}};
   for (auto [heads, kv_heads, size] : {std::tuple{4, 2, 16}, {9, 3, 64}, {6, 1, 21}, {14, 2, 80}, {71, 1, 34}})
-    for (int window : {0, 1, 9, 40}) attention<T>(table, threads, mixed, heads, kv_heads, size, 16, window, threads);
+    for (int window : {0, 1, 9, 40})
+      for (bool bytes : {false, true})
+        attention<T>(table, threads, mixed, heads, kv_heads, size, 16, window, threads, bytes);
   attention<T>(table, threads, {{700, 1}, {3, 1}}, 6, 2, 32, 48, 0, 4);
   attention<T>(table, threads, {{1000, 1}}, 3, 1, 16, 32, 500, 4);
   attention<T>(table, threads, {{0, 300}}, 4, 4, 16, 32, 0, 2);
+  attention<T>(table, threads, {{700, 1}, {0, 90}}, 6, 2, 32, 48, 0, 4, true);
 }
 
 int main() {

@@ -330,16 +330,18 @@ INFO = EngineInfo(
     providers={"kernel": "torch", "scheduler": "fcfs", "kv": "paged"},
     manifest={},
     notes=["A note."],
+    quantization="int8",
+    kv_dtype="int8",
 )
 
 
 def test_banner() -> None:
     text = banner(INFO, "http://127.0.0.1:8000", chat=True)
     for part in (
-        "it's a model (LlamaForCausalLM), bfloat16",
+        "it's a model (LlamaForCausalLM), bfloat16, weights in int8",
         "cpu, 2 threads",
         "scheduler fcfs, kv paged, kernel torch",
-        "21 blocks of 16 = 336 tokens (21.0 KiB); 3 requests of full length fit",
+        "21 blocks of 16 = 336 tokens in int8 (21.0 KiB); 3 requests of full length fit",
         "at most 100 tokens (all that the KV pool holds",
         "A note.",
         "http://127.0.0.1:8000/v1\n",

@@ -48,6 +48,8 @@ class KernelConformance:
 
     provider: ClassVar[str] = ""
     options: ClassVar[Mapping[str, Any]] = {}
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Of the run that the backend is made for, such as `quantization`. `kv_dtype` is that of the pools, too."""
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16", "float16")
     block_sizes: ClassVar[Sequence[int]] = (1, 4, 16)
@@ -67,7 +69,7 @@ class KernelConformance:
         )
         known = {"spec": spec, "dtype": getattr(torch, dtype), "device": torch.device(self.device)}
         created: KernelBackend = load_plugins().create(
-            "kernel", self.provider, self.options, settings=Settings(), **known
+            "kernel", self.provider, self.options, settings=Settings(**self.settings), **known
         )
         return created
 
@@ -114,6 +116,12 @@ class KernelConformance:
                 )
         return backend, kind, device
 
+    @property
+    def _kv_dtype(self) -> torch.dtype | None:
+        name = self.settings.get("kv_dtype", "auto")
+        found: torch.dtype | None = getattr(torch, name, None)
+        return found
+
     def _pool(
         self,
         dtype: str,
@@ -130,7 +138,14 @@ class KernelConformance:
         for window in windows or (None,):
             ops = "rope_store", "attention", "copy_blocks"
             ready = self._ready(dtype, *ops, head_dim=size.head_dim, window=window, block_size=block_size)
-        return Pool(*ready, block_size=block_size, blocks=blocks, shape=size, layers=layers, seed=seed, spread=spread)
+        given: dict[str, Any] = {
+            "blocks": blocks,
+            "layers": layers,
+            "seed": seed,
+            "spread": spread,
+            "kv_dtype": self._kv_dtype,
+        }
+        return Pool(*ready, block_size=block_size, shape=size, **given)
 
     def test_some_model_can_run(self) -> None:
         """There is a dtype, a head size and a block size for which it declines nothing."""
@@ -268,7 +283,7 @@ class KernelConformance:
         if not small:
             pytest.skip("its caches are no tensors: what they take cannot be measured")
         group = CacheGroup(3, *self.shapes[0][1:])
-        said = pools[0].backend.block_bytes(group, pools[0].dtype, block_size)
+        said = pools[0].backend.block_bytes(group, self._kv_dtype or pools[0].dtype, block_size)
         assert (large - small) / 32 == said, f"a block takes {(large - small) / 32} bytes, not {said}"
 
     # The cache
@@ -340,7 +355,7 @@ class KernelConformance:
         """What goes to the host and comes back, in whatever order and to whichever block, is what it was."""
         pool = self._pool(dtype, block_size, self.shapes[0], 8, layers=2)
         group, pinned = CacheGroup(2, *self.shapes[0][1:]), {"pinned": True} if pool.device.type != "cpu" else {}
-        host = pool.backend.allocate(group, pool.dtype, block_size, 6, torch.device("cpu"), **pinned)
+        host = pool.backend.allocate(group, self._kv_dtype or pool.dtype, block_size, 6, torch.device("cpu"), **pinned)
         pool.fill()
         k, v = pool.k.clone(), pool.v.clone()
         out, back = [(1, 0), (2, 1), (3, 2), (7, 5), (5, 3)], [(5, 0), (0, 7), (1, 1), (2, 2), (3, 6)]

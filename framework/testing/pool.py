@@ -80,13 +80,14 @@ class Pool:
         shape: Shape,
         layers: int = 1,
         seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
         spread: float = 1.0,
     ) -> None:
         self.backend, self.dtype, self.device, self.block_size = backend, dtype, device, block_size
         self.shape, self.scale, self.spread = shape, shape.head_dim**-0.5, spread
         self.random = torch.Generator().manual_seed(seed)
         group = CacheGroup(layers, shape.kv_heads, shape.head_dim)
-        self.caches = backend.allocate(group, dtype, block_size, blocks, device)
+        self.caches = backend.allocate(group, kv_dtype or dtype, block_size, blocks, device)
         size = (layers, blocks, block_size, shape.kv_heads, shape.head_dim)
         self.k, self.v = (torch.full(size, torch.nan, dtype=torch.float64) for _ in range(2))
         self.poison()

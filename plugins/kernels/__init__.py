@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from framework import KernelBackend, Provider, hookimpl
 
 from .cpu import CpuOptions
 
+if TYPE_CHECKING:
+    from framework.settings import Settings
 
-def _cpu(options: CpuOptions) -> KernelBackend:
+
+def _cpu(options: CpuOptions, settings: Settings) -> KernelBackend:
     from .cpu.backend import CpuBackend
 
-    return CpuBackend(options)
+    return CpuBackend(options, settings.quantization)
 
 
 def _torch() -> KernelBackend:

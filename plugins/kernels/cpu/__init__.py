@@ -8,6 +8,6 @@ from pydantic import BaseModel, Field
 
 
 class CpuOptions(BaseModel):
-    isa: Literal["auto", "avx512_bf16", "avx512", "avx2", "portable"] = Field(
+    isa: Literal["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"] = Field(
         default="auto", description="Instruction set; auto: the best that the CPU has."
     )

@@ -22,15 +22,18 @@ PAGE = 16
 
 
 class PackedLinear(NamedTuple):
-    """words: [rows / 16, columns / per, 16, per] in the weight's type, `per` values to 32 bits."""
+    """words: [rows / 16, columns / per, 16, per], `per` values to 32 bits: in the weight's type, or int8, of which row
+    i is to be multiplied by scales[i] (float32)."""
 
     words: torch.Tensor
     rows: int
     bias: torch.Tensor | None
+    scales: torch.Tensor | None = None
 
 
 class PackedPages(NamedTuple):
-    """One layer's cache. keys, values: [blocks, kv_heads, block_size / 16, 16 * padded head_dim]: csrc/kernels.h."""
+    """One layer's cache. keys, values: [blocks, kv_heads, block_size / 16, 16 * padded head_dim], see csrc/kernels.h;
+    int8: with 64 bytes behind, the 16 tokens' scales."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -50,10 +53,13 @@ class CpuBackend(ReferenceBackend):
     name = "cpu"
     dtypes = (torch.float32, torch.bfloat16)
     block_sizes = tuple(range(PAGE, 257, PAGE))
+    quantizations = ("int8",)
+    kv_dtypes = ("int8",)
     meta_type = CpuMeta
 
-    def __init__(self, options: CpuOptions | None = None) -> None:
+    def __init__(self, options: CpuOptions | None = None, quantization: str = "none") -> None:
         self._wanted = (options or CpuOptions()).isa
+        self._quantization = quantization
 
     def supports(
         self, op: str, dtype: torch.dtype, device: torch.device, *, head_dim: int = 64, window: int | None = None
@@ -92,18 +98,21 @@ class CpuBackend(ReferenceBackend):
     def pack(self, op: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         if op == "embed":
             return weight
-        isa = self._isa
-        return PackedLinear(torch.ops.framework_cpu.pack(weight, isa), weight.shape[0], bias)
+        isa, rows = self._isa, weight.shape[0]
+        if self._quantization == "int8":
+            words, scales = torch.ops.framework_cpu.pack_int8(weight, isa)
+            return PackedLinear(words, rows, bias, scales)
+        return PackedLinear(torch.ops.framework_cpu.pack(weight, isa), rows, bias)
 
     def linear(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
-        y: torch.Tensor = self._linear(x, weight.words, weight.rows, weight.bias, self._isa)
+        y: torch.Tensor = self._linear(x, weight.words, weight.scales, weight.rows, weight.bias, self._isa)
         return y
 
     gate_up = logits = linear
 
     def qkv(self, x: torch.Tensor, weight: Any, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
         parts: tuple[torch.Tensor, ...] = self._qkv(
-            x, weight.words, weight.rows, weight.bias, sizes[0], sizes[1], self._isa
+            x, weight.words, weight.scales, weight.rows, weight.bias, sizes[0], sizes[1], self._isa
         )
         return parts
 
@@ -124,9 +133,11 @@ class CpuBackend(ReferenceBackend):
     # Cache
 
     @staticmethod
-    def _page(group: CacheGroup, block_size: int) -> tuple[int, int, int]:
-        """Shape of a block's keys, and of its values: heads are padded to a multiple of 16."""
-        return group.kv_heads, block_size // PAGE, PAGE * (-(-group.head_dim // PAGE) * PAGE)
+    def _page(group: CacheGroup, dtype: torch.dtype, block_size: int) -> tuple[int, int, int]:
+        """Shape of a block's keys, and of its values: heads are padded to a multiple of 16, and behind a page of bytes
+        there is a float32 for each token."""
+        scales = PAGE * 4 if dtype == torch.int8 else 0
+        return group.kv_heads, block_size // PAGE, PAGE * (-(-group.head_dim // PAGE) * PAGE) + scales
 
     def allocate(self, *args: Any, **kwargs: Any) -> list[Any]:
         return [PackedPages(*pages) for pages in super().allocate(*args, **kwargs)]

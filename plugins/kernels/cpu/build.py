@@ -29,6 +29,7 @@ _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mpref
 _NEEDS512 = "avx512f avx512bw avx512dq avx512vl avx2 fma f16c"
 ISAS = {
     "avx512_bf16": (f"{_AVX512} -mavx512bf16 -mavx512vnni", f"{_NEEDS512} avx512_bf16 avx512_vnni"),
+    "avx512_vnni": (f"{_AVX512} -mavx512vnni", f"{_NEEDS512} avx512_vnni"),
     "avx512": (_AVX512, _NEEDS512),
     "avx2": ("-mavx2 -mfma -mf16c", "avx2 fma f16c"),
     "portable": ("", ""),

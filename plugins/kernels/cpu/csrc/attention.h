@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cmath>
 
+#include "bytes.h"
 #include "dot.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -15,9 +16,10 @@ constexpr int PAGES = 8;  // taken at a time
 constexpr int TOKENS = PAGES * LANES;
 
 // Softmax of one row of scores, tokens [low, high) of which are seen, against what came before: writes probabilities
-// (0 for the unseen), updates maximum and sum, and gives the factor for the sums so far.
+// (0 for the unseen), times `scales` if there are any, updates maximum and sum, and gives the factor for the sums so far.
 template <class A>
-inline float softmax(const float* s, A* p, int count, int low, int high, float scale, float& maximum, float& total) {
+inline float softmax(const float* s, A* p, int count, int low, int high, float scale, const float* scales,
+                     float& maximum, float& total) {
   const vf none = all(-INFINITY);
   const vi lane = lanes();
   vf top = none;
@@ -36,8 +38,8 @@ inline float softmax(const float* s, A* p, int count, int low, int high, float s
   for (int i = 0; i < count; i += W) {
     vi at = lane + i;
     vf x = (at >= low) & (at < high) ? exp(load<vf>(s + i) * scale - maximum) : vf{};
-    put(p + i, x);
-    sums += get(p + i);  // as rounded
+    put(p + i, scales ? x * load<vf>(scales + i) : x);
+    sums += scales ? x : get(p + i);  // as rounded
   }
   const float factor = before == maximum ? 1 : exp(all(before - maximum))[0];
   total = total * factor + sum(sums);
@@ -85,7 +87,8 @@ void attend(const Task& task, const Attention& work) {
   using T = typename D::T;
   using A = typename D::A;
   const Cache& cache = work.cache;
-  const int64_t size = cache.size, padded = cache.padded, page = LANES * padded, pages = cache.block_size / LANES;
+  const int64_t size = cache.size, padded = cache.padded, values_of_page = LANES * padded;
+  const int64_t page = cache.bytes ? page_bytes(padded) : values_of_page * sizeof(T), pages = cache.block_size / LANES;
   const int64_t depth = round_up(size, D::per), group = work.q.inner / cache.kv_heads;
   const int64_t lda = depth + 64 / sizeof(A), ldp = TOKENS + 64 / sizeof(A);
   const int rows = task.rows;
@@ -106,28 +109,51 @@ void attend(const Task& task, const Attention& work) {
     maximum[r] = -INFINITY;
     total[r] = 0;
   }
+  T* wide = cache.bytes ? scratch<T, 1>(PAGES * values_of_page) : nullptr;
+  float scales[TOKENS];
   bool more = false;
   for (int32_t t = task.begin; t < task.end; t += TOKENS) {
     const int count = (std::min<int32_t>(TOKENS, task.end - t) + LANES - 1) / LANES;
-    const uint32_t *keys[PAGES + 1], *values[PAGES];
+    // Of each page a pointer, and to the first of the next tokens, if any.
+    const char *keys[PAGES + 1], *values[PAGES];
     for (int i = 0; i <= count; i++) {
-      const int32_t token = i < count || t + TOKENS < task.end ? t + i * LANES : t;  // the first of the next, if any
+      const int32_t token = i < count || t + TOKENS < task.end ? t + i * LANES : t;
       const int64_t in = token % cache.block_size / LANES;
       const int64_t offset = ((table[token / cache.block_size] * cache.kv_heads + task.head) * pages + in) * page;
-      keys[i] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(cache.keys) + offset);
-      if (i < count) values[i] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(cache.values) + offset);
+      keys[i] = static_cast<const char*>(cache.keys) + offset;
+      if (i < count) values[i] = static_cast<const char*>(cache.values) + offset;
     }
-    for (int i = 0; i < count; i++)
-      product<D>(rows, 1, q, lda, {keys + i, 1, values[i], depth / D::per, LANES, 0}, scores + i * LANES, TOKENS, false);
+    const uint32_t* words[PAGES];
+    auto words_of = [&](int i, const char* at, const char* next) {  // those of bytes as copies
+      if (cache.bytes) {
+        load_bytes(reinterpret_cast<const int8_t*>(at), next, padded, wide + i * values_of_page, scales + i * LANES);
+        at = reinterpret_cast<const char*>(wide + i * values_of_page);
+      }
+      return words[i] = reinterpret_cast<const uint32_t*>(at);
+    };
+    for (int i = 0; i < count; i++) {
+      words_of(i, keys[i], values[i]);
+      product<D>(rows, 1, q, lda, {words + i, 1, reinterpret_cast<const uint32_t*>(values[i]), depth / D::per, LANES, 0},
+                 scores + i * LANES, TOKENS, false);
+    }
+    for (int r = 0; r < rows && cache.bytes; r++)
+      for (int i = 0; i < count * LANES; i += W) {
+        float* s = scores + r * TOKENS + i;
+        store(s, load<vf>(s) * load<vf>(scales + i));
+      }
+    for (int i = 0; i < count; i++) words_of(i, values[i], i + 1 < count ? values[i + 1] : keys[count]);
     for (int r = 0; r < rows; r++) {
       const int64_t query = start + (task.row + r) / group;
       const int low = work.window ? std::max<int64_t>(0, query + 1 - work.window - t) : 0;
       const int high = std::min<int64_t>(count * LANES, query + 1 - t);
       const float factor =
-          softmax(scores + r * TOKENS, p + r * ldp, count * LANES, low, high, work.scale, maximum[r], total[r]);
+          softmax(scores + r * TOKENS, p + r * ldp, count * LANES, low, high, work.scale,
+                  cache.bytes ? scales : nullptr, maximum[r], total[r]);
       if (more && factor != 1) scaled(sums + r * padded, padded, factor);
     }
-    product<D>(rows, padded / LANES, p, ldp, {values, count, keys[count], LANES / D::per, padded, LANES}, sums, padded, more);
+    product<D>(rows, padded / LANES, p, ldp,
+               {words, count, reinterpret_cast<const uint32_t*>(keys[count]), LANES / D::per, padded, LANES}, sums,
+               padded, more);
     more = true;
   }
   if (task.parts == 1) {

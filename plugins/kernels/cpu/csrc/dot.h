@@ -2,7 +2,8 @@
 //
 // A word holds one column's values of `per` neighbouring rows of B: one float32, or two bfloat16. Packed weights, pages
 // of keys (columns: tokens) and pages of values (columns: elements of a head) are all of this shape. A holds rows of
-// plain values, prepared by `Dot::row` in the type that the instruction set multiplies by.
+// plain values, prepared by `row` in the type that the instruction set multiplies by. int8.h adds bytes, whose sums V are
+// integers.
 #pragma once
 #include <algorithm>
 
@@ -20,9 +21,15 @@ struct At {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+struct Floats {
+  using V = vf;
+  static vf start(const void*, const float* c, bool more) { return more ? load<vf>(c) : vf{}; }
+  static void finish(vf sums, const void*, float* c, bool) { store(c, sums); }
+};
+
 // GROUPS: groups of columns that one pass of the inner loop takes; rows(groups): rows that go with so many; SUMS: vectors
 // of sums that leave registers for the rest.
-struct DotF32 {
+struct DotF32 : Floats {
   using T = float;
   using A = float;
   static constexpr int per = 1, SUMS = W == 16 ? 24 : 12;
@@ -30,13 +37,13 @@ struct DotF32 {
   static constexpr int rows(int groups) { return W == 16 ? (groups == 1 ? 12 : 6) : W == 8 ? 6 : 2; }
 
   template <int NV>
-  static void step(vf (&even)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
+  [[gnu::always_inline]] static void step(vf (&even)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
     UNROLL for (int v = 0; v < NV; v++) even[v] += (vf)w[v] * a[0];
   }
 };
 
 #if defined(__AVX512BF16__) || defined(PAIRS)
-struct DotBF16 {
+struct DotBF16 : Floats {
   using T = bf16;
   using A = bf16;
   static constexpr int per = 2, SUMS = 24;
@@ -44,14 +51,14 @@ struct DotBF16 {
   static constexpr int rows(int groups) { return groups == 1 ? 12 : 6; }
 
   template <int NV>
-  static void step(vf (&sums)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
+  [[gnu::always_inline]] static void step(vf (&sums)[NV], vf (&)[NV], const vu (&w)[NV], const A* a) {
     uint32_t pair;
     memcpy(&pair, a, 4);
     UNROLL for (int v = 0; v < NV; v++) sums[v] = dot_pairs(sums[v], w[v], pair);
   }
 };
 #else
-struct DotBF16 {
+struct DotBF16 : Floats {
   using T = bf16;
   using A = float;
   static constexpr int per = 2, SUMS = W == 16 ? 20 : 8;
@@ -59,7 +66,7 @@ struct DotBF16 {
   static constexpr int rows(int groups) { return W == 16 ? (groups == 1 ? 12 : 10) : W == 8 ? 4 : 2; }
 
   template <int NV>
-  static void step(vf (&even)[NV], vf (&odd)[NV], const vu (&w)[NV], const A* a) {
+  [[gnu::always_inline]] static void step(vf (&even)[NV], vf (&odd)[NV], const vu (&w)[NV], const A* a) {
     UNROLL for (int v = 0; v < NV; v++) even[v] += (vf)(w[v] << 16) * a[0];
     UNROLL for (int v = 0; v < NV; v++) odd[v] += (vf)(w[v] & 0xffff0000u) * a[1];
   }
@@ -92,12 +99,12 @@ struct Words {
 
 template <class D, int M, int NG>
 inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, float* c, int64_t ldc, bool more) {
+  using V = typename D::V;
   constexpr int NV = NG * VG;
   // Independent sums hide the latency of one, as far as there are registers.
   constexpr int U = 4 * M * NV <= D::SUMS ? 4 : 2 * M * NV <= D::SUMS ? 2 : 1;
-  vf acc[U][M][NV] = {};
-  if (more)
-    UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) acc[0][m][v] = load<vf>(c + m * ldc + v * W);
+  V acc[U][M][NV] = {};
+  UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) acc[0][m][v] = D::start(a + m * lda, c + m * ldc + v * W, more);
   for (int i = 0; i < b.count; i++) {
     const uint32_t* w = b.blocks[i] + g * b.group;
     const uint32_t* soon = (i + 1 < b.count ? b.blocks[i + 1] : b.next) + g * b.group;
@@ -119,9 +126,9 @@ inline void dot(const typename D::A* a, int64_t lda, const Words& b, int64_t g, 
     for (; s < b.steps; s++) step(At<0>{});
   }
   UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < NV; v++) {
-    vf total = acc[0][m][v];
+    V total = acc[0][m][v];
     UNROLL for (int u = 1; u < U; u++) total += acc[u][m][v];
-    store(c + m * ldc + v * W, total);
+    D::finish(total, a + m * lda, c + m * ldc + v * W, more);
   }
 }
 

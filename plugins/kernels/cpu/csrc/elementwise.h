@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 
+#include "bytes.h"
 #include "dot.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -106,11 +107,18 @@ void rope_store(int threads, const Rows& q, const Rows& k, const Rows& v, const 
       const int64_t block = slots[t] / cache.block_size, in = slots[t] % cache.block_size, lane = in % LANES;
       for (int64_t h = 0; h < q.inner; h++) rotate(at(q, t, h), c, s, half);
       for (int64_t h = 0; h < k.inner; h++) {
-        const int64_t offset = ((block * cache.kv_heads + h) * pages + in / LANES) * page;
-        T* keys = static_cast<T*>(cache.keys) + offset;
-        T* values = static_cast<T*>(cache.values) + offset;
+        const int64_t number = (block * cache.kv_heads + h) * pages + in / LANES;
         T *key = at(k, t, h), *value = at(v, t, h);
         rotate(key, c, s, half);
+        if (cache.bytes) {
+          const int64_t offset = number * page_bytes(cache.padded);
+          store_bytes<D::per>(key, value, static_cast<int8_t*>(cache.keys) + offset,
+                              static_cast<int8_t*>(cache.values) + offset, lane, size, cache.padded,
+                              scratch<int8_t>(size));
+          continue;
+        }
+        T* keys = static_cast<T*>(cache.keys) + number * page;
+        T* values = static_cast<T*>(cache.values) + number * page;
         // Attention multiplies whole pages of values, by 0 behind the last token: what an earlier owner left there
         // must not be a NaN.
         if (lane == 0) {

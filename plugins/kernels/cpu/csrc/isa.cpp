@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "int8.h"
 #include "linear.h"
 
 #define STRING_(x) #x
@@ -13,7 +14,7 @@ namespace ISA {
 
 template <class D>
 constexpr Kernels table = {STRING(ISA), pack<D>, linear<D>, rmsnorm<typename D::T>, silu_mul<typename D::T>,
-                           rope_store<D>, attention<D>};
+                           rope_store<D>, attention<D>, pack_int8<typename D::T>, linear_int8<typename D::T>};
 
 extern const Kernels* const kernels[2];
 const Kernels* const kernels[2] = {&table<DotF32>, &table<DotBF16>};

@@ -16,10 +16,11 @@ struct Rows {
 };
 
 // A layer's pages: [block][kv head][block_size / 16], each page 16 * padded values. Keys: [size / per][16] words,
-// values: [16 / per][padded] words.
+// values: [16 / per][padded] words. Of bytes: the same order of values, and 16 floats behind them, the tokens' scales.
 struct Cache {
   void *keys, *values;
   int64_t kv_heads, block_size, size, padded;
+  bool bytes = false;
 };
 
 // Part of attention: rows [row, row + rows) of the request's tokens x query heads of one kv head, over tokens
@@ -56,4 +57,8 @@ struct Kernels {
   void (*rope_store)(int threads, const Rows& q, const Rows& k, const Rows& v, const int64_t* positions,
                      const float* cos, const float* sin, int64_t half, const int64_t* slots, const Cache& cache);
   void (*attention)(int threads, const Attention& work);
+  // Weights of bytes, see int8.h. words: [n / 16][columns / 4][16], scales: [n] up to a multiple of 16.
+  void (*pack_int8)(int threads, const Matrix& weight, uint32_t* words, float* scales);
+  void (*linear_int8)(int threads, const Matrix& x, const uint32_t* words, const float* scales, int64_t n,
+                      const void* bias, void* y);
 };

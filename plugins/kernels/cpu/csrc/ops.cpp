@@ -51,8 +51,11 @@ Rows rows(const Tensor& x) {
 
 Cache cache(const Tensor& keys, const Tensor& values, int64_t size) {
   TORCH_CHECK(keys.dim() == 4 && keys.is_contiguous() && values.is_contiguous() && keys.sizes() == values.sizes());
-  TORCH_CHECK(keys.size(3) % 16 == 0 && keys.size(3) / 16 >= size, "pages are too small for the head");
-  return {keys.data_ptr(), values.data_ptr(), keys.size(1), keys.size(2) * 16, size, keys.size(3) / 16};
+  TORCH_CHECK(keys.scalar_type() == values.scalar_type());
+  const bool bytes = keys.scalar_type() == at::kChar;
+  const int64_t padded = (keys.size(3) - (bytes ? 64 : 0)) / 16;  // 16 scales behind a page of bytes
+  TORCH_CHECK(keys.size(3) % 16 == 0 && padded >= size, "pages are too small for the head");
+  return {keys.data_ptr(), values.data_ptr(), keys.size(1), keys.size(2) * 16, size, padded, bytes};
 }
 
 template <class T>
@@ -71,24 +74,44 @@ Tensor pack(const Tensor& weight, int64_t isa) {
   return words;
 }
 
-Tensor linear(const Tensor& x, const Tensor& words, int64_t n, const OptionalTensor& bias, int64_t isa) {
+// [n, k] -> [n / 16, k / 4, 16, 4] bytes, and as many scales as they have columns.
+std::tuple<Tensor, Tensor> pack_int8(const Tensor& weight, int64_t isa) {
+  const Kernels& table = kernels(isa, weight);
+  const int64_t groups = (weight.size(0) + 15) / 16;
+  Tensor words = at::empty({groups, (weight.size(1) + 3) / 4, 16, 4}, weight.options().dtype(at::kChar));
+  Tensor scales = at::empty({groups * 16}, weight.options().dtype(at::kFloat));
+  table.pack_int8(at::get_num_threads(), matrix(weight), static_cast<uint32_t*>(words.data_ptr()),
+                  scales.data_ptr<float>());
+  return {words, scales};
+}
+
+// With scales, the weight is of bytes.
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scales, int64_t n,
+              const OptionalTensor& bias, int64_t isa) {
   const Kernels& table = kernels(isa, x);
-  const int64_t per = 4 / x.element_size();
-  TORCH_CHECK(words.dim() == 4 && words.is_contiguous() && words.scalar_type() == x.scalar_type() && x.dim() == 2 &&
-                  words.size(0) == (n + 15) / 16 && words.size(1) == (x.size(1) + per - 1) / per,
+  const int64_t per = scales ? 4 : 4 / x.element_size();
+  TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() && x.dim() == 2 && weight.size(0) == (n + 15) / 16 &&
+                  weight.size(1) == (x.size(1) + per - 1) / per &&
+                  weight.scalar_type() == (scales ? at::kChar : x.scalar_type()),
               "the weight was packed for another product");
+  TORCH_CHECK(!scales || scales->numel() == weight.size(0) * 16);
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == n && bias->scalar_type() == x.scalar_type()));
   Tensor y = at::empty({x.size(0), n}, x.options());
-  if (y.numel())
-    table.linear(at::get_num_threads(), matrix(x.stride(1) == 1 ? x : x.contiguous()),
-                 static_cast<const uint32_t*>(words.const_data_ptr()), n, bias ? bias->const_data_ptr() : nullptr,
-                 y.data_ptr());
+  if (!y.numel()) return y;
+  const Tensor flat = x.stride(1) == 1 ? x : x.contiguous();
+  const Matrix rows = matrix(flat);
+  const uint32_t* words = static_cast<const uint32_t*>(weight.const_data_ptr());
+  const void* b = bias ? bias->const_data_ptr() : nullptr;
+  if (scales)
+    table.linear_int8(at::get_num_threads(), rows, words, data<float>(*scales), n, b, y.data_ptr());
+  else
+    table.linear(at::get_num_threads(), rows, words, n, b, y.data_ptr());
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> qkv(const Tensor& x, const Tensor& words, int64_t n, const OptionalTensor& bias,
-                                       int64_t q, int64_t k, int64_t isa) {
-  Tensor y = linear(x, words, n, bias, isa);
+std::tuple<Tensor, Tensor, Tensor> qkv(const Tensor& x, const Tensor& words, const OptionalTensor& scales, int64_t n,
+                                       const OptionalTensor& bias, int64_t q, int64_t k, int64_t isa) {
+  Tensor y = linear(x, words, scales, n, bias, isa);
   return {y.narrow(1, 0, q), y.narrow(1, q, k), y.narrow(1, q + k, n - q - k)};
 }
 
@@ -119,7 +142,7 @@ void rope_store(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const Cache pages = cache(keys, values, k.size(-1));
   const int64_t tokens = q.size(0);
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type() &&
-              keys.scalar_type() == q.scalar_type() && values.scalar_type() == q.scalar_type());
+              (pages.bytes || keys.scalar_type() == q.scalar_type()));
   TORCH_CHECK(q.dim() == 3 && k.sizes() == v.sizes() && k.dim() == 3 && k.size(0) == tokens &&
               q.size(2) == k.size(2) && k.size(1) == pages.kv_heads && positions.numel() == tokens &&
               slots.numel() == tokens && cos.sizes() == sin.sizes() && 2 * cos.size(1) <= q.size(2));
@@ -143,12 +166,14 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, cons
                  const Tensor& cu_lens, const Tensor& seq_lens, const Tensor& tasks, const Tensor& counters,
                  double scale, int64_t window, int64_t isa) {
   const Kernels& table = kernels(isa, q);
-  TORCH_CHECK(q.dim() == 3 && q.scalar_type() == keys.scalar_type() && blocks.dim() == 2 && tasks.size(1) == TASK);
+  const Cache pages = cache(keys, values, q.size(2));
+  TORCH_CHECK(q.dim() == 3 && (pages.bytes || q.scalar_type() == keys.scalar_type()) && blocks.dim() == 2 &&
+              tasks.size(1) == TASK);
   Tensor out = at::empty({q.size(0), q.size(1) * q.size(2)}, q.options());
   const int32_t* parts = data<int32_t>(counters);
   std::vector<int32_t> remaining(parts, parts + counters.numel());
   const int64_t slots = std::accumulate(remaining.begin(), remaining.end(), int64_t(0));
-  Attention work{cache(keys, values, q.size(2)), rows(q), out.data_ptr(),
+  Attention work{pages, rows(q), out.data_ptr(),
                  reinterpret_cast<const Task*>(data<int32_t>(tasks)), tasks.size(0), data<int32_t>(blocks),
                  data<int32_t>(cu_lens), data<int32_t>(seq_lens), blocks.size(1), window, float(scale), nullptr,
                  remaining.data()};
@@ -166,8 +191,11 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, cons
 TORCH_LIBRARY(framework_cpu, m) {
   m.def("isas() -> str[]", isas);
   m.def("pack(Tensor weight, int isa) -> Tensor");
-  m.def("linear(Tensor x, Tensor words, int n, Tensor? bias, int isa) -> Tensor");
-  m.def("qkv(Tensor x, Tensor words, int n, Tensor? bias, int q, int k, int isa) -> (Tensor, Tensor, Tensor)");
+  m.def("pack_int8(Tensor weight, int isa) -> (Tensor, Tensor)");
+  m.def("linear(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, int isa) -> Tensor");
+  m.def(
+      "qkv(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, int q, int k, int isa) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def("rmsnorm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps, int isa) -> Tensor");
   m.def("silu_mul(Tensor x, int isa) -> Tensor");
   m.def(
@@ -181,6 +209,7 @@ TORCH_LIBRARY(framework_cpu, m) {
 
 TORCH_LIBRARY_IMPL(framework_cpu, CPU, m) {
   m.impl("pack", pack);
+  m.impl("pack_int8", pack_int8);
   m.impl("linear", linear);
   m.impl("qkv", qkv);
   m.impl("rmsnorm", rmsnorm);

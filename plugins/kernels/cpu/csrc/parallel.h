@@ -24,8 +24,8 @@ inline void parallel(int threads, int64_t tasks, const F& f) {
   for (int64_t i = 0; i < tasks; i++) f(i);
 }
 
-// This thread's scratch memory: undefined contents, kept and only ever grown. One user at a time.
-template <class T>
+// This thread's scratch memory: undefined contents, kept and only ever grown. One user of each number at a time.
+template <class T, int USER = 0>
 inline T* scratch(size_t count) {
   struct Memory {
     void* data = nullptr;
