@@ -8,6 +8,8 @@ from typing import Any
 
 from framework.plugins.kv.paged import PagedCache
 from framework.plugins.kv.pool import Lru
+from framework.plugins.schedulers import PriorityOptions
+from framework.plugins.schedulers.priority import Priority
 
 from framework import (
     Budget,
@@ -18,6 +20,7 @@ from framework import (
     Request,
     SamplingParams,
     Shortage,
+    Status,
     Victim,
     View,
     Want,
@@ -138,3 +141,17 @@ def started(
     assert h.running == list(requests)
     policy.budgets.clear()
     return h, policy
+
+
+class Asked(Priority):
+    """Remembers for whom it gave up whom."""
+
+    def __init__(self) -> None:
+        super().__init__(PriorityOptions())
+        self.victims: list[tuple[str, Status, str]] = []
+
+    @hookimpl
+    def preempt(self, beneficiary: Request, candidates: Sequence[Request]) -> Victim:
+        victim = Priority.preempt(self, candidates)
+        self.victims.append((beneficiary.id, beneficiary.status, victim.request.id))
+        return victim

@@ -13,7 +13,7 @@ from framework.plugins.schedulers.fair import Fair
 from framework.plugins.schedulers.fcfs import Fcfs
 from framework.plugins.schedulers.priority import Priority
 from framework.plugins.schedulers.static import Static
-from harness import Harness, ids, started
+from harness import Asked, Harness, ids, started
 
 from framework import Mode, Request, Status, Victim, View, Want, hookimpl
 
@@ -37,20 +37,6 @@ SCHEDULERS = {
     "static": Static,
     "least served": LeastServed,
 }
-
-
-class Asked(Priority):
-    """Remembers for whom it gave up whom."""
-
-    def __init__(self) -> None:
-        super().__init__(PriorityOptions())
-        self.victims: list[tuple[str, Status, str]] = []
-
-    @hookimpl
-    def preempt(self, beneficiary: Request, candidates: Sequence[Request]) -> Victim:
-        victim = Priority.preempt(self, candidates)
-        self.victims.append((beneficiary.id, beneficiary.status, victim.request.id))
-        return victim
 
 
 def assert_right(h: Harness) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from framework.plugins.schedulers.static import Static
 from harness import Harness, ids
 from pydantic import ValidationError
 
-from framework import Request, Status, Victim, hookimpl
+from framework import Request, Status, hookimpl
 from framework.kv import CacheGroup, CacheSpec, Capacity
 from framework.registry import load_plugins
 from framework.types import SamplingParams
@@ -33,20 +33,6 @@ def fair(**options: Any) -> Fair:
 def preemptions(h: Harness) -> int:
     stats = h.engine.stats()
     return stats.preemptions_swap + stats.preemptions_recompute
-
-
-class Asked(Priority):
-    """Remembers for whom it gave up whom."""
-
-    def __init__(self) -> None:
-        super().__init__(PriorityOptions())
-        self.victims: list[tuple[str, Status, str]] = []
-
-    @hookimpl
-    def preempt(self, beneficiary: Request, candidates: Sequence[Request]) -> Victim:
-        victim = Priority.preempt(self, candidates)
-        self.victims.append((beneficiary.id, beneficiary.status, victim.request.id))
-        return victim
 
 
 # priority: order
