@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, Any
+from itertools import chain
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
@@ -173,15 +175,31 @@ _LIMITS = {
 
 
 def _option(name: str, info: FieldInfo) -> tuple[str, str, str, str]:
-    kind = getattr(info.annotation, "__name__", None) if isinstance(info.annotation, type) else str(info.annotation)
+    default = "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
+    return name, _type(info.annotation, info.metadata), default, info.description or ""
+
+
+def _type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """A type and its limits in words: `float > 0 or None`, `dict[str, float > 0]`."""
     limits = [
         f"{sign} {getattr(limit, attribute)}"
-        for limit in info.metadata
+        for limit in metadata
         for attribute, sign in _LIMITS.items()
         if getattr(limit, attribute, None) is not None
     ]
-    default = "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
-    return name, " ".join([str(kind).replace("typing.", ""), *limits]), default, info.description or ""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = (getattr(entry, "metadata", [entry]) for entry in arguments[1:])
+        kind = _type(arguments[0], chain.from_iterable(inner))
+    elif origin in (Union, UnionType):
+        kind = " or ".join(map(_type, arguments))
+    elif origin is Literal:
+        kind = " or ".join(map(repr, arguments))
+    elif origin is not None:
+        kind = f"{getattr(origin, '__name__', origin)}[{', '.join(map(_type, arguments))}]"
+    else:
+        kind = "None" if annotation is NoneType else getattr(annotation, "__name__", str(annotation))
+    return " ".join([kind, *limits])
 
 
 def _columns(rows: Sequence[tuple[str, ...]], indent: str = "") -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import psutil
@@ -192,6 +192,9 @@ def test_plugins_show_prints_options(monkeypatch: pytest.MonkeyPatch) -> None:
         aging: float = Field(30.0, ge=0, description="Seconds until a request counts as one level better.")
         share: float = Field(0.5, gt=0, le=1)
         tenants: list[str] = Field([], max_length=3)
+        rate: Annotated[float, Field(gt=0)] | None = None
+        weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+        mode: Literal["a", "b"] = "a"
         name: str
 
     provider = framework.Provider("scheduler", "mine", object, Options, summary="a test")
@@ -210,6 +213,9 @@ def test_plugins_show_prints_options(monkeypatch: pytest.MonkeyPatch) -> None:
         "aging float >= 0 default 30.0 Seconds until a request counts as one level better.",
         "share float > 0 <= 1 default 0.5",
         "tenants list[str] length <= 3 default []",
+        "rate float > 0 or None default None",
+        "weights dict[str, float > 0] default {}",
+        "mode 'a' or 'b' default 'a'",
         "name str required",
     ]
 
