@@ -26,6 +26,7 @@ OPS = (
     "gate_up",
     "logits",
     "argmax",
+    "decoder",
     "add_rmsnorm",
     "rope_store",
     "silu_mul",
@@ -39,6 +40,8 @@ LAYOUTS = {
     "allocate": ("block_bytes", "rope_store", "attention", "copy_blocks"),
 }
 """Who overrides the method named first has to define the others as well, in the same class or below it."""
+PARTS = ("add_rmsnorm", "qkv", "rope_store", "attention", "linear", "gate_up", "silu_mul", "all_reduce")
+"""What `decoder` is made of."""
 
 
 class Support(NamedTuple):
@@ -89,6 +92,35 @@ class Rope(NamedTuple):
     sin: torch.Tensor
 
 
+class DecoderLayer:
+    """One pre-norm layer with a gated MLP: weights as `pack` made them, norms as plain tensors. q_norm, k_norm: [head_dim],
+    over each head, None if the model has none. window: tokens that a query sees, itself included; None: all before it."""
+
+    __slots__ = ("down", "gate_up", "input_norm", "k_norm", "o", "post_norm", "q_norm", "qkv", "window")
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self.input_norm: Any = None
+        self.qkv: Any = None
+        self.q_norm: Any = None
+        self.k_norm: Any = None
+        self.o: Any = None
+        self.post_norm: Any = None
+        self.gate_up: Any = None
+        self.down: Any = None
+
+
+class Decoder:
+    """All layers of a model. eps: of the norms. scale: of attention's scores. prepared: what a backend made of it."""
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], heads: int, kv_heads: int, head_dim: int, eps: float, scale: float
+    ) -> None:
+        self.layers, self.eps, self.scale = layers, eps, scale
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.prepared: Any = None
+
+
 class KernelBackend(ABC):
     """Operations and layouts. Tensors: x [T, hidden]; T rows are tokens of the flat ragged batch.
 
@@ -111,6 +143,9 @@ class KernelBackend(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        order = {name: next(i for i, k in enumerate(cls.__mro__) if name in vars(k)) for name in ("decoder", *PARTS)}
+        if min(order.values()) < order["decoder"]:  # a new part is to be used, so the whole is put together again
+            cls.decoder = KernelBackend.decoder  # type: ignore[method-assign]
         for layout, readers in LAYOUTS.items():
             first = next(k for k in cls.__mro__ if layout in vars(k))
             above = first.__mro__[1:]
@@ -162,6 +197,39 @@ class KernelBackend(ABC):
         """
 
     # Operations
+
+    def decoder(
+        self,
+        x: torch.Tensor,
+        decoder: Decoder,
+        caches: Sequence[Any],
+        positions: torch.Tensor,
+        rope: Rope,
+        group: int,
+        meta: Meta,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All layers: [T, hidden] -> two tensors of this shape whose sum is what comes out (None counts as 0), for the
+        final `add_rmsnorm`. x may be overwritten.
+
+        This is what it means, and a backend that has nothing better inherits it; one that overrides it still brings
+        the operations that it is made of. Below a class that overrides it, one that brings a part of its own (see
+        PARTS) gets this one back.
+        """
+        residual, sizes = None, (decoder.heads * decoder.head_dim, *2 * (decoder.kv_heads * decoder.head_dim,))
+        for layer, cache in zip(decoder.layers, caches, strict=True):
+            x, residual = self.add_rmsnorm(x, residual, layer.input_norm, decoder.eps)
+            q, k, v = (y.view(y.shape[0], -1, decoder.head_dim) for y in self.qkv(x, layer.qkv, sizes))
+            if layer.q_norm is not None:
+                q, _ = self.add_rmsnorm(q, None, layer.q_norm, decoder.eps)
+            if layer.k_norm is not None:
+                k, _ = self.add_rmsnorm(k, None, layer.k_norm, decoder.eps)
+            q = self.rope_store(q, k, v, positions, rope, cache, group, meta)
+            x = self.attention(q, cache, group, meta, decoder.scale, layer.window)
+            x = self.all_reduce(self.linear(x, layer.o))
+            x, residual = self.add_rmsnorm(x, residual, layer.post_norm, decoder.eps)
+            x = self.silu_mul(self.gate_up(x, layer.gate_up))
+            x = self.all_reduce(self.linear(x, layer.down))
+        return x, residual
 
     @abstractmethod
     def embed(self, tokens: torch.Tensor, weight: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from .kernels import OPS, Batch, KernelBackend, Meta, Rope, Support
 from .kv import CacheGroup
+from .pages import zeros
 
 
 class Linear(NamedTuple):
@@ -68,12 +69,7 @@ class ReferenceBackend(KernelBackend):
         def pages() -> torch.Tensor:
             if pinned or device.type != "cpu":
                 return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
-            # numpy asks for zeroed memory, which the system gives page by page as it is touched; torch.zeros writes
-            # it all, seconds for a large pool. Cut to begin where a cache line does.
-            size = prod(shape) * dtype.itemsize
-            memory = np.zeros(size + 63, np.uint8)
-            first = -memory.ctypes.data % 64
-            return torch.from_numpy(memory[first : first + size]).view(dtype).view(shape)
+            return zeros(shape, dtype)  # torch.zeros writes it all, seconds for a large pool
 
         return [Pages(pages(), pages()) for _ in range(group.layers)]
 

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from framework import CacheGroup, CacheSpec, KernelBackend, Meta, Model, ModelError, ModelSpec, Rope
+from framework import (
+    CacheGroup,
+    CacheSpec,
+    Decoder,
+    DecoderLayer,
+    KernelBackend,
+    Meta,
+    Model,
+    ModelError,
+    ModelSpec,
+    Rope,
+)
 from framework.checkpoint import expect
 
 from . import rope
@@ -48,21 +59,6 @@ ROPE_POSITIONS = 2**17
 whose table is larger than the KV pool, which nobody will fill."""
 HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensor names that old checkpoints carry and nobody needs."""
-
-
-@dataclass(eq=False, slots=True)
-class Layer:
-    """Weights of one layer as the backend packed them; norms are plain tensors."""
-
-    window: int | None
-    input_norm: Any = None
-    qkv: Any = None
-    q_norm: Any = None
-    k_norm: Any = None
-    o: Any = None
-    post_norm: Any = None
-    gate_up: Any = None
-    down: Any = None
 
 
 @dataclass(eq=False, slots=True)
@@ -121,15 +117,10 @@ class Llama(Model):
 
     def __init__(self, spec: ModelSpec, backend: KernelBackend, dtype: torch.dtype, device: torch.device) -> None:
         self._spec, self._backend, self._dtype, self._device = spec, backend, dtype, device
-        self._eps = float(spec.config["rms_norm_eps"])
-        self._sizes = (
-            spec.heads * spec.head_dim,
-            spec.kv_heads * spec.head_dim,
-            spec.kv_heads * spec.head_dim,
-        )
-        self._scale = spec.head_dim**-0.5
+        eps, scale = float(spec.config["rms_norm_eps"]), spec.head_dim**-0.5
+        layers = [DecoderLayer(window) for window in spec.windows]
+        self._decoder = Decoder(layers, spec.heads, spec.kv_heads, spec.head_dim, eps, scale)
         self._rope = self._positions(min(spec.max_model_len, ROPE_POSITIONS))
-        self._layers = [Layer(window) for window in spec.windows]
         self._embed: Any = None
         self._norm: Any = None
         self._head: Any = None
@@ -184,7 +175,7 @@ class Llama(Model):
     def _targets(self) -> list[Target]:
         """What `load` has to fill. Everything that depends on the architecture is here and in `spec`."""
         spec, config, backend = self._spec, self._spec.config, self._backend
-        q, kv, _ = self._sizes
+        q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         hidden, inner = spec.hidden, config["intermediate_size"]
         attention_bias = spec.architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and bool(
             config.get("attention_bias")
@@ -226,7 +217,7 @@ class Llama(Model):
             projection(self, "_embed", "embed", hidden, embed)
             projection(self, "_head", "logits", hidden, {"lm_head": spec.vocab_size})
         norm(self, "_norm", "model.norm", hidden)
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self._decoder.layers):
             attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
             norm(layer, "input_norm", f"model.layers.{i}.input_layernorm", hidden)
             norm(layer, "post_norm", f"model.layers.{i}.post_attention_layernorm", hidden)
@@ -253,26 +244,16 @@ class Llama(Model):
         return CacheSpec(block_size, str(self._dtype).removeprefix("torch."), (group,))
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta) -> torch.Tensor:
-        ops, eps, head_dim = self._backend, self._eps, self._spec.head_dim
+        ops = self._backend
         if meta.max_seq > (known := self._rope.cos.shape[0]):
             self._rope = self._positions(min(self._spec.max_model_len, max(meta.max_seq, 2 * known)))
-        x, residual = ops.embed(tokens, self._embed), None
-        for layer, cache in zip(self._layers, caches, strict=True):
-            x, residual = ops.add_rmsnorm(x, residual, layer.input_norm, eps)
-            q, k, v = (y.view(y.shape[0], -1, head_dim) for y in ops.qkv(x, layer.qkv, self._sizes))
-            if layer.q_norm is not None:
-                q, _ = ops.add_rmsnorm(q, None, layer.q_norm, eps)
-                k, _ = ops.add_rmsnorm(k, None, layer.k_norm, eps)
-            q = ops.rope_store(q, k, v, positions, self._rope, cache, 0, meta)
-            x = ops.attention(q, cache, 0, meta, self._scale, layer.window)
-            x = ops.all_reduce(ops.linear(x, layer.o))
-            x, residual = ops.add_rmsnorm(x, residual, layer.post_norm, eps)
-            x = ops.silu_mul(ops.gate_up(x, layer.gate_up))
-            x = ops.all_reduce(ops.linear(x, layer.down))
+        x, residual = ops.decoder(
+            ops.embed(tokens, self._embed), self._decoder, caches, positions, self._rope, 0, meta
+        )
         x = x.index_select(0, meta.logits_rows)
         if residual is not None:
             residual = residual.index_select(0, meta.logits_rows)
-        x, _ = ops.add_rmsnorm(x, residual, self._norm, eps)
+        x, _ = ops.add_rmsnorm(x, residual, self._norm, self._decoder.eps)
         return ops.logits(x, self._head)
 
 

@@ -7,12 +7,14 @@ docs/kernels.md). What attention needs to know of a batch is worked out once per
 from __future__ import annotations
 
 from functools import cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from framework import CacheGroup, Meta, ReferenceBackend, Rope, Support
+from framework import CacheGroup, Decoder, Meta, ReferenceBackend, Rope, Support
 from framework.log import get_logger
+from framework.pages import Arena
 
 from . import CpuOptions
 from .build import BuildError, load
@@ -60,6 +62,7 @@ class CpuBackend(ReferenceBackend):
     def __init__(self, options: CpuOptions | None = None, quantization: str = "none") -> None:
         self._wanted = (options or CpuOptions()).isa
         self._quantization = quantization
+        self._arena = Arena()
 
     def supports(
         self, op: str, dtype: torch.dtype, device: torch.device, *, head_dim: int = 64, window: int | None = None
@@ -82,9 +85,10 @@ class CpuBackend(ReferenceBackend):
             raise BuildError(f"isa {self._wanted}: this CPU has {', '.join(names)}")
         self._isa = 0 if self._wanted == "auto" else names.index(self._wanted)
         ops = torch.ops.framework_cpu
+        self._pack, self._pack_int8 = ops.pack.default, ops.pack_int8.default
         self._linear, self._qkv, self._rmsnorm = ops.linear.default, ops.qkv.default, ops.rmsnorm.default
         self._silu_mul, self._rope_store = ops.silu_mul.default, ops.rope_store.default
-        self._plan, self._attention = ops.plan.default, ops.attention.default
+        self._plan, self._attention, self._argmax = ops.plan.default, ops.attention.default, ops.argmax.default
 
     def __getattr__(self, name: str) -> Any:
         # The first use of an operation; who asks `supports` before has them bound by then.
@@ -98,23 +102,66 @@ class CpuBackend(ReferenceBackend):
     def pack(self, op: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         if op == "embed":
             return weight
-        isa, rows = self._isa, weight.shape[0]
+        rows, columns = weight.shape
+        kind, pack = weight.dtype, self._pack
         if self._quantization == "int8":
-            words, scales = torch.ops.framework_cpu.pack_int8(weight, isa)
-            return PackedLinear(words, rows, bias, scales)
-        return PackedLinear(torch.ops.framework_cpu.pack(weight, isa), rows, bias)
+            kind, pack = torch.int8, self._pack_int8
+        per = 4 // kind.itemsize
+        words = self._arena.empty((-(-rows // 16), -(-columns // per), 16, per), kind)
+        return PackedLinear(words, rows, bias, pack(weight, words, self._isa))
 
     def linear(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
-        y: torch.Tensor = self._linear(x, weight.words, weight.scales, weight.rows, weight.bias, self._isa)
+        y: torch.Tensor = self._linear(x, weight.words, weight.scales, weight.rows, weight.bias, False, self._isa)
         return y
 
-    gate_up = logits = linear
+    gate_up = linear
+
+    def logits(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        y: torch.Tensor = self._linear(x, weight.words, weight.scales, weight.rows, weight.bias, True, self._isa)
+        return y
+
+    def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = self._argmax(logits, self._isa)
+        return found
 
     def qkv(self, x: torch.Tensor, weight: Any, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
         parts: tuple[torch.Tensor, ...] = self._qkv(
             x, weight.words, weight.scales, weight.rows, weight.bias, sizes[0], sizes[1], self._isa
         )
         return parts
+
+    # Layers
+
+    def decoder(
+        self,
+        x: torch.Tensor,
+        decoder: Decoder,
+        caches: Sequence[Any],
+        positions: torch.Tensor,
+        rope: Rope,
+        group: int,
+        meta: Meta,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layers = decoder.prepared
+        if layers is None or layers[0] is not caches:
+            given = [
+                (
+                    (one.input_norm, one.q_norm, one.k_norm, one.post_norm),
+                    [(w.words, w.scales, w.rows, w.bias) for w in (one.qkv, one.o, one.gate_up, one.down)],
+                    *cache,
+                    one.window or 0,
+                )
+                for one, cache in zip(decoder.layers, caches, strict=True)
+            ]
+            made = torch.classes.framework_cpu.Layers(
+                given, decoder.heads, decoder.head_dim, decoder.eps, decoder.scale, self._isa
+            )
+            layers = decoder.prepared = caches, made
+        run = layers[1].run
+        y: tuple[torch.Tensor, torch.Tensor] = run(
+            x, positions, rope.cos, rope.sin, meta.slots[group], meta.tables[group], meta.cu_lens, meta.seq_lens
+        )
+        return y
 
     # Element-wise
 

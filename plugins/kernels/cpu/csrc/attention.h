@@ -172,12 +172,8 @@ void attend(const Task& task, const Attention& work) {
 }
 
 template <class D>
-void attention(int threads, const Attention& work) {
-  int64_t products = 0;
-  for (int64_t i = 0; i < work.count && products <= 1 << 17; i++)
-    products += int64_t(work.tasks[i].rows) * (work.tasks[i].end - work.tasks[i].begin) * 2 * work.cache.size;
-  if (products <= 1 << 17) threads = 1;
-  parallel(threads, work.count, [&](int64_t i) { attend<D>(work.tasks[i], work); });
+void attention(Team& team, const Attention& work) {
+  parallel(team, work.count, [&](int64_t i) { attend<D>(work.tasks[i], work); });
 }
 
 }  // namespace ISA

@@ -9,20 +9,11 @@
 
 namespace ISA {
 
-constexpr int64_t SERIAL = 1 << 13;  // values that one thread is done with before a second has woken up
-
-// f(begin, end) over [0, n), in parts of about equal size if the `values` are worth it.
-template <class F>
-inline void split(int threads, int64_t n, int64_t values, const F& f) {
-  if (values <= SERIAL) threads = 1;
-  parallel(threads, threads, [&](int64_t t) { f(n * t / threads, n * (t + 1) / threads); });
-}
-
 template <class T>
-void rmsnorm(int threads, const Rows& x, void* residual, const void* weight, float eps, void* out) {
+void rmsnorm(Team& team, const Rows& x, void* residual, const void* weight, float eps, void* out) {
   const int64_t size = x.size, whole = size / W * W;
   const T* w = static_cast<const T*>(weight);
-  split(threads, x.outer * x.inner, x.outer * x.inner * size, [&](int64_t begin, int64_t end) {
+  split(team, x.outer * x.inner, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const T* from = static_cast<T*>(x.data) + i / x.inner * x.outer_pitch + i % x.inner * x.inner_pitch;
       T* to = static_cast<T*>(out) + i * size;
@@ -56,16 +47,46 @@ void rmsnorm(int threads, const Rows& x, void* residual, const void* weight, flo
 }
 
 template <class T>
-void silu_mul(int threads, const Matrix& x, void* y) {
+void silu_mul(Team& team, const Matrix& x, void* y) {
   const int64_t n = x.columns, whole = n / W * W;
   auto act = [](vf gate, vf up) { return gate / (1.0f + exp(-gate)) * up; };
-  split(threads, x.rows, x.rows * n, [&](int64_t begin, int64_t end) {
+  split(team, x.rows, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const T* gate = static_cast<const T*>(x.data) + i * x.pitch;
       const T* up = gate + n;
       T* to = static_cast<T*>(y) + i * n;
       for (int64_t j = 0; j < whole; j += W) put(to + j, act(get(gate + j), get(up + j)));
       if (whole < n) put(to + whole, act(get(gate + whole, n - whole), get(up + whole, n - whole)), n - whole);
+    }
+  });
+}
+
+// The first of each row's largest values; one that is no number is larger than all others.
+inline void argmax(Team& team, const Matrix& x, int64_t* places, float* values) {
+  split(team, x.rows, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+      const float* row = static_cast<const float*>(x.data) + r * x.pitch;
+      const int64_t n = x.columns, whole = n / W * W;
+      vf top = all(-INFINITY), odd = {};
+      vi at = {}, lane = lanes();
+      auto look = [&](vf v, int64_t i) {
+        at = v > top ? lane + int32_t(i) : at;
+        top = v > top ? v : top;
+        odd = v == v ? odd : v;
+      };
+      for (int64_t i = 0; i < whole; i += W) look(get(row + i), i);
+      float best = largest(top);
+      int64_t place = n;
+      for (int i = 0; i < W; i++)
+        if (top[i] == best && at[i] < place) place = at[i];
+      for (int64_t i = whole; i < n; i++) {
+        if (row[i] > best) best = row[i], place = i;
+        if (row[i] != row[i]) odd[0] = row[i];
+      }
+      for (int i = 0; i < W; i++)
+        if (odd[i] != odd[i]) best = odd[i];
+      places[r] = place;
+      values[r] = best;
     }
   });
 }
@@ -88,7 +109,7 @@ inline void rotate(T* x, const float* cos, const float* sin, int64_t half) {
 }
 
 template <class D>
-void rope_store(int threads, const Rows& q, const Rows& k, const Rows& v, const int64_t* positions, const float* cos,
+void rope_store(Team& team, const Rows& q, const Rows& k, const Rows& v, const int64_t* positions, const float* cos,
                 const float* sin, int64_t half, const int64_t* slots, const Cache& cache) {
   using T = typename D::T;
   const int64_t tokens = q.outer, size = cache.size, pages = cache.block_size / LANES, page = LANES * cache.padded;
@@ -100,7 +121,7 @@ void rope_store(int threads, const Rows& q, const Rows& k, const Rows& v, const 
     while (t > 0 && t < tokens && slots[t] / LANES == slots[t - 1] / LANES) t++;
     return t;
   };
-  split(threads, tokens, tokens * (q.inner + 2 * k.inner) * size, [&](int64_t begin, int64_t end) {
+  split(team, tokens, [&](int64_t begin, int64_t end) {
     end = boundary(end);
     for (int64_t t = boundary(begin); t < end; t++) {
       const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;

@@ -8,8 +8,8 @@
 #pragma once
 #include "bytes.h"
 #include "dot.h"
-#include "elementwise.h"
 #include "kernels.h"
+#include "linear.h"
 #include "parallel.h"
 #if defined(__SSE2__) && !defined(WIDTH)
 #include <immintrin.h>
@@ -89,10 +89,10 @@ struct DotInt8 : Integers {
 #endif
 
 template <class T>
-void pack_int8(int threads, const Matrix& weight, uint32_t* words, float* scales) {
+void pack_int8(Team& team, const Matrix& weight, uint32_t* words, float* scales) {
   using D = DotInt8;
   const int64_t n = weight.rows, k = weight.columns, steps = round_up(k, D::per) / D::per;
-  parallel(threads, round_up(n, LANES) / LANES, [&](int64_t g) {
+  parallel(team, round_up(n, LANES) / LANES, [&](int64_t g) {
     uint8_t* to = reinterpret_cast<uint8_t*>(words + g * steps * LANES);
     memset(to, D::BIAS, steps * LANES * 4);
     int8_t* q = scratch<int8_t>(k);
@@ -125,35 +125,31 @@ inline void row_int8(const T* x, int64_t k, DotInt8::A* a) {
   }
 }
 
-// One row of y from the sums of its products with bytes.
-template <class T>
-inline void finish(const float* c, const float* scales, const T* bias, T* y, int64_t n) {
-  auto value = [&](int64_t i) { return load<vf>(c + i) * load<vf>(scales + i); };
-  int64_t i = 0;
-  for (; i + W <= n; i += W) put(y + i, bias ? value(i) + get(bias + i) : value(i));
-  if (i < n) put(y + i, bias ? value(i) + get(bias + i, n - i) : value(i), n - i);
+// Values from row to row of A.
+inline int64_t pitch_int8(int64_t k) {
+  constexpr int64_t LINE = 64 / sizeof(DotInt8::A), STRIDE = SPAN + 8 / sizeof(DotInt8::A);
+  return round_up((k + SPAN - 1) / SPAN * STRIDE, LINE) + LINE;
 }
 
+// Every task needs rows of x whole: they are rounded once, before, to `a`, [rows of x][pitch_int8].
 template <class T>
-void linear_int8(int threads, const Matrix& x, const uint32_t* words, const float* scales, int64_t n,
-                 const void* bias, void* y) {
+void linear_int8(Team& team, const Product& p, DotInt8::A* a) {
   using D = DotInt8;
   using A = D::A;
-  constexpr int64_t ROWS = 96, COLUMNS = 8, SMALL = 1 << 17, AHEAD = 384;  // as in linear.h
+  constexpr int64_t ROWS = 96, COLUMNS = 8, AHEAD = 384;  // as in linear.h
   constexpr int64_t BLOCK = SPAN / D::per, WORD = 4 / sizeof(A), STRIDE = SPAN + 2 * WORD;
-  const int64_t m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per, groups = round_up(n, LANES) / LANES;
-  if (m * n * k <= SMALL) threads = 1;
-  // Every task needs rows of x whole: they are rounded once, before.
-  const int64_t lda = round_up((steps + BLOCK - 1) / BLOCK * STRIDE, 64 / sizeof(A)) + 64 / sizeof(A);
-  A* a = scratch<A, 1>(m * lda);
-  split(threads, m, m * k, [&](int64_t begin, int64_t end) {
+  const Matrix& x = p.x;
+  const int64_t n = p.weight.n, m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per;
+  const int64_t groups = round_up(n, LANES) / LANES, lda = pitch_int8(k);
+  const T* bias = static_cast<const T*>(p.weight.bias);
+  split(team, m, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) row_int8(static_cast<const T*>(x.data) + r * x.pitch, k, a + r * lda);
   });
   const int64_t chunks = (m + ROWS - 1) / ROWS, chunk = round_up((m + chunks - 1) / chunks, D::rows(D::GROUPS));
-  int64_t columns = round_up(std::max<int64_t>(1, groups * chunks / (8 * threads)), D::GROUPS);
+  int64_t columns = round_up(std::max<int64_t>(1, groups * chunks / (8 * size(team))), D::GROUPS);
   columns = std::min(columns, COLUMNS);
   const int64_t across = (groups + columns - 1) / columns, ldc = D::GROUPS * LANES;
-  parallel(threads, chunks * across, [&](int64_t task) {
+  parallel(team, chunks * across, [&](int64_t task) {
     const int64_t r0 = task / across * chunk, rows = std::min(chunk, m - r0);
     const int64_t first = task % across * columns, last = std::min(groups, first + columns);
     float* c = scratch<float>(chunk * ldc);
@@ -161,13 +157,13 @@ void linear_int8(int threads, const Matrix& x, const uint32_t* words, const floa
       const int64_t some = std::min<int64_t>(D::GROUPS, last - g), n0 = g * LANES;
       memset(c, 0, rows * ldc * sizeof(float));
       for (int64_t s = 0; s < steps; s += BLOCK) {
-        const uint32_t* b = words + (g * steps + s) * LANES;
+        const uint32_t* b = p.weight.words + (g * steps + s) * LANES;
         product<D>(rows, some, a + r0 * lda + s / BLOCK * STRIDE + WORD, lda,
                    {&b, 1, b + AHEAD, std::min(BLOCK, steps - s), LANES, steps * LANES}, c, ldc, true);
       }
       for (int64_t r = 0; r < rows; r++)
-        finish(c + r * ldc, scales + n0, bias ? static_cast<const T*>(bias) + n0 : nullptr,
-               static_cast<T*>(y) + (r0 + r) * n + n0, std::min(some * LANES, n - n0));
+        finish(c + r * ldc, p.weight.scales + n0, bias ? bias + n0 : nullptr, place<T>(p, r0 + r, n0), p.wide,
+               std::min(some * LANES, n - n0));
     }
   });
 }

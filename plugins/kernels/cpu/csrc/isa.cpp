@@ -2,19 +2,36 @@
 // torch headers, and everything in a namespace of its own, so that no two of them are mixed up when linked.
 #include <algorithm>
 
-#include "attention.h"
-#include "elementwise.h"
-#include "int8.h"
-#include "linear.h"
+#include "decoder.h"
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
 
 namespace ISA {
 
-template <class D>
-constexpr Kernels table = {STRING(ISA), pack<D>, linear<D>, rmsnorm<typename D::T>, silu_mul<typename D::T>,
-                           rope_store<D>, attention<D>, pack_int8<typename D::T>, linear_int8<typename D::T>};
+// F on a team of its own.
+template <auto F>
+struct Alone;
+template <class... Args, void (*F)(Team&, Args...)>
+struct Alone<F> {
+  static void run(int threads, Args... args) {
+    together(threads, [&](Team& team) { F(team, args...); });
+  }
+};
+
+template <class D, class T = typename D::T>
+constexpr Kernels table = {
+    STRING(ISA),
+    Alone<pack<D>>::run,
+    Alone<pack_int8<T>>::run,
+    any_linear_alone<D>,
+    Alone<rmsnorm<T>>::run,
+    Alone<silu_mul<T>>::run,
+    Alone<rope_store<D>>::run,
+    Alone<attention<D>>::run,
+    decoder<D>,
+    Alone<argmax>::run,
+};
 
 extern const Kernels* const kernels[2];
 const Kernels* const kernels[2] = {&table<DotF32>, &table<DotBF16>};

@@ -34,8 +34,8 @@ constexpr int MOST_ROWS = 48;  // of a task
 
 struct Attention {
   Cache cache;
-  Rows q;  // [tokens][heads]
-  void* out;
+  Rows q;     // [tokens][heads]
+  void* out;  // [tokens][heads * size]
   const Task* tasks;
   int64_t count;
   const int32_t *table, *cu_lens, *seq_lens;
@@ -45,10 +45,53 @@ struct Attention {
   int32_t* remaining;  // per counter
 };
 
+// [n][columns of x], packed: of the model's type, or of bytes, which is what scales (one for each of n, padded to a
+// multiple of 16) say. bias: [n], or null.
+struct Weight {
+  const uint32_t* words;
+  const float* scales;
+  int64_t n;
+  const void* bias;
+};
+
+// y [rows of x][n], float32 if it is `wide`.
+struct Product {
+  Matrix x;
+  Weight weight;
+  void* y;
+  bool wide;
+};
+
+// One pre-norm layer: x += attention(norm(x)), x += mlp(norm(x)). q_norm, k_norm: null if there are none.
+struct Layer {
+  const void *input_norm, *q_norm, *k_norm, *post_norm;
+  Weight qkv, o, gate_up, down;
+  Cache cache;
+  const Task* tasks;
+  int64_t count, window;
+  int32_t* remaining;
+};
+
+// All layers over one batch. sums: [tokens][hidden], what came in, and goes out as the sum of all but the last of the
+// MLPs, whose result goes to `y`.
+struct Decoder {
+  const Layer* layers;
+  int64_t count, tokens, hidden, heads, inner;
+  void *sums, *y;
+  const int64_t *positions, *slots;
+  const float *cos, *sin;
+  int64_t half;
+  float eps, scale;
+  const int32_t *table, *cu_lens, *seq_lens;
+  int64_t table_pitch;
+  float* partial;
+};
+
 struct Kernels {
   const char* name;
   void (*pack)(int threads, const Matrix& weight, uint32_t* words);
-  void (*linear)(int threads, const Matrix& x, const uint32_t* words, int64_t n, const void* bias, void* y);
+  void (*pack_int8)(int threads, const Matrix& weight, uint32_t* words, float* scales);
+  void (*linear)(int threads, const Product& product);
   // out = rmsnorm(x + residual) * weight; the sum goes to residual, which may be null. out: contiguous.
   void (*rmsnorm)(int threads, const Rows& x, void* residual, const void* weight, float eps, void* out);
   // x [rows][2 * columns] -> y [rows][columns].
@@ -57,8 +100,7 @@ struct Kernels {
   void (*rope_store)(int threads, const Rows& q, const Rows& k, const Rows& v, const int64_t* positions,
                      const float* cos, const float* sin, int64_t half, const int64_t* slots, const Cache& cache);
   void (*attention)(int threads, const Attention& work);
-  // Weights of bytes, see int8.h. words: [n / 16][columns / 4][16], scales: [n] up to a multiple of 16.
-  void (*pack_int8)(int threads, const Matrix& weight, uint32_t* words, float* scales);
-  void (*linear_int8)(int threads, const Matrix& x, const uint32_t* words, const float* scales, int64_t n,
-                      const void* bias, void* y);
+  void (*decoder)(int threads, const Decoder& work);
+  // The first of each row's largest values, and that value: NaN if one is.
+  void (*argmax)(int threads, const Matrix& x, int64_t* places, float* values);
 };

@@ -1,28 +1,93 @@
 // One way to run tasks on torch's threads, and memory that each of them keeps.
+//
+// All members of a team run the same kernels in the same order; `parallel` is where they share work and wait for one
+// another. Between two kernels they are already there, spinning: starting OpenMP threads anew for each would take as long
+// as many of the kernels of a decode.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 namespace ISA {
 
-// f(0) ... f(tasks - 1), in this order of starting, on at most `threads` threads. A team always has `threads` members,
-// even for fewer tasks: OpenMP rebuilds a team that changes its size.
+// What members share, each on a cache line of its own.
+struct Team {
+  std::atomic<int> size{1};
+  alignas(64) std::atomic<int64_t> next{0};     // task
+  alignas(64) std::atomic<int> arrived{0};      // members
+  alignas(64) std::atomic<uint32_t> stage{0};   // meetings that are over
+};
+
+// Who waits longer than others compute was put aside by the system, or waits for one who was: sleep.
+constexpr int SPINS = 1 << 12;
+
+inline int size(const Team& team) { return team.size.load(std::memory_order_relaxed); }
+
+// Everybody has come here before anybody goes on.
+inline void meet(Team& team) {
+  const uint32_t stage = team.stage.load(std::memory_order_relaxed);
+  if (team.arrived.fetch_add(1, std::memory_order_acq_rel) == size(team) - 1) {
+    team.next.store(0, std::memory_order_relaxed);
+    team.arrived.store(0, std::memory_order_relaxed);
+    team.stage.store(stage + 1, std::memory_order_release);
+    team.stage.notify_all();
+    return;
+  }
+  for (int i = 0; i < SPINS; i++) {
+    if (team.stage.load(std::memory_order_acquire) != stage) return;
+#if defined(__SSE2__)
+    _mm_pause();
+#endif
+  }
+  while (team.stage.load(std::memory_order_acquire) == stage) team.stage.wait(stage, std::memory_order_acquire);
+}
+
+// f(0) ... f(tasks - 1), started in this order, each by one member; returns once all are done.
 template <class F>
-inline void parallel(int threads, int64_t tasks, const F& f) {
+inline void parallel(Team& team, int64_t tasks, const F& f) {
+  if (size(team) == 1) {
+    for (int64_t i = 0; i < tasks; i++) f(i);
+    return;
+  }
+  for (int64_t i; (i = team.next.fetch_add(1, std::memory_order_relaxed)) < tasks;) f(i);
+  meet(team);
+}
+
+// f(begin, end) over [0, n), in parts of about equal size.
+template <class F>
+inline void split(Team& team, int64_t n, const F& f) {
+  const int64_t parts = std::min<int64_t>(n, size(team));
+  parallel(team, parts, [&](int64_t t) { f(n * t / parts, n * (t + 1) / parts); });
+}
+
+// f(team) on `threads` of torch's threads, or as many as there are.
+template <class F>
+inline void together(int threads, const F& f) {
+  Team team;
 #ifdef _OPENMP
-  if (threads > 1 && tasks > 1 && !omp_in_parallel()) {
-    std::atomic<int64_t> next{0};
+  if (threads > 1 && !omp_in_parallel()) {
 #pragma omp parallel num_threads(threads)
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) f(i);
+    {
+      team.size.store(omp_get_num_threads(), std::memory_order_relaxed);  // the same for all
+      f(team);
+    }
     return;
   }
 #endif
-  for (int64_t i = 0; i < tasks; i++) f(i);
+  f(team);
 }
+
+constexpr size_t HUGE_PAGE = 2 << 20;  // bytes of a huge page
 
 // This thread's scratch memory: undefined contents, kept and only ever grown. One user of each number at a time.
 template <class T, int USER = 0>
@@ -33,12 +98,17 @@ inline T* scratch(size_t count) {
     ~Memory() { free(data); }
   };
   static thread_local Memory memory;
-  size_t bytes = (count * sizeof(T) + 4095) & ~size_t(4095);
+  size_t bytes = count * sizeof(T);
   if (bytes > memory.size) {
+    const size_t page = bytes < HUGE_PAGE ? 4096 : HUGE_PAGE;
+    bytes = (bytes + page - 1) / page * page;
     free(memory.data);
-    memory.data = aligned_alloc(64, bytes);
+    memory.data = aligned_alloc(page, bytes);
     if (!memory.data) abort();
     memory.size = bytes;
+#ifdef MADV_HUGE_PAGEPAGE
+    if (page == HUGE_PAGE) madvise(memory.data, bytes, MADV_HUGE_PAGEPAGE);
+#endif
   }
   return static_cast<T*>(memory.data);
 }
