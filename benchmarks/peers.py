@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py --model DIR --peer PYTHON --peer-model DIR [--reps 5] [--threads 2] [--check]
         [--llama LLAMA_BENCH --llama-model FILE] [--http [--concurrency 1,4,8,16,32]] [--json FILE]
-        [--dtype float32] [--quantization int8] [--kernel cpu] [--peer-option INFERENCE_PRECISION_HINT=f32]
+        [--dtype float32] [--quantization int8] [--kv-dtype int8] [--kernel cpu] [--peer-option KV_CACHE_PRECISION=bf16]
 
 The first other one is OpenVINO GenAI: PYTHON is the interpreter of a virtual environment that holds `openvino-genai`,
 its model is what `optimum-cli export openvino` makes of DIR. Nothing of it is needed to run anything else here.
@@ -41,6 +41,7 @@ from load import Figures as Load
 from load import tokens as random_tokens
 
 HERE = Path(__file__).parent
+OURS = ("dtype", "quantization", "kv_dtype", "kernel")
 AIMS = {
     "none": {"rate": ">= 1.25, 1.10", "token": "<= 0.70, 0.70", "first": "<= 0.90, 0.90"},
     "int8": {"rate": ">= 1.30, 1.40", "token": "<= 0.75, 0.75", "first": ""},
@@ -151,7 +152,7 @@ def in_process(options: argparse.Namespace, ours: Setup, theirs: Setup) -> tuple
         print(engine.about.settings)
     mine, other = found["framework"], found["openvino"]
     heading("openvino")
-    aims = AIMS[options.quantization or "none"]
+    aims = AIMS["none" if options.quantization in (None, "none") else "int8"]
     titles = {"rate": "A, tokens per second", "token": "B, ms per token", "first": "B, ms to the first token"}
     ratio = {
         name: row(title, *([getattr(f, name) for f in some] for some in (mine, other)), 1, aims[name])
@@ -186,9 +187,9 @@ def clients(url: str, concurrency: int, vocab: int) -> Callable[[int], Load]:
 
 def over_http(options: argparse.Namespace, ours: Setup, theirs: Setup) -> tuple[Found, Targets]:
     """C: all figures, and the targets."""
-    flags = {"threads": ours.threads, "max-num-seqs": SEATS, "max-num-batched-tokens": BUDGET, "max-model-len": LENGTH}
+    flags = {"threads": ours.threads, "max_num_seqs": SEATS, "max_num_batched_tokens": BUDGET, "max_model_len": LENGTH}
     command = [sys.executable, "-m", "framework", "serve", "--model", ours.model, "--port=0", "--no-prefix-cache"]
-    command += [f"--{name}={value}" for name, value in (flags | ours.flags).items()]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in (flags | ours.flags).items()]
     stand_in = [options.peer, str(HERE / "openvino_server.py"), json.dumps(theirs._asdict())]
     figures: Found = {}
     targets: Targets = []
@@ -226,17 +227,16 @@ def main() -> None:
     parser.add_argument("--concurrency", type=_integers, default=[32], help="clients of C; several: 1,4,8")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--dtype", help="of this engine; default: auto")
-    parser.add_argument("--quantization", choices=["none", "int8"], help="of this engine")
-    parser.add_argument("--kernel", help="of this engine")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    for name in OURS:
+        parser.add_argument(f"--{name.replace('_', '-')}", help="of this engine; default: its own")
+    parser.add_argument("--json", type=Path, help="write the figures of every turn here")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a target is missed")
     options = parser.parse_args()
     if bool(options.llama) != bool(options.llama_model):
         parser.error("--llama and --llama-model go together")
     vocab = json.loads((Path(options.model) / "config.json").read_text())["vocab_size"]
     known = random_tokens(vocab)
-    flags = {name: value for name in ("dtype", "quantization", "kernel") if (value := getattr(options, name))}
+    flags = {name: value for name in OURS if (value := getattr(options, name))}
     ours = Setup(options.model, options.threads, flags, (known.start, known.stop))
     other = dict(entry.split("=", 1) for entry in options.peer_option)
     theirs = ours._replace(model=options.peer_model, flags=other)
