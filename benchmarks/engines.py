@@ -36,7 +36,7 @@ class Setup(NamedTuple):
 
 class Figures(NamedTuple):
     """rate: tokens per second of A. token, first: milliseconds of B. bandwidth: GB/s that as many threads read from
-    memory just after; 0: not measured."""
+    memory just before B or after it, the better; 0: not measured."""
 
     rate: float
     token: float
@@ -169,10 +169,11 @@ def main() -> None:
     for line in sys.stdin:
         seed = int(line)
         seconds, _ = run(prompts(setup, seed, REQUESTS))
+        before = bandwidth()
         alone = [run(prompts(setup, seed + 1 + i, 1)) for i in range(3)]
         token = statistics.median((total - first) / (OUTPUT - 1) for total, first in alone)
         first = statistics.median(first for _, first in alone)
-        figures = Figures(REQUESTS * OUTPUT / seconds, 1e3 * token, 1e3 * first, bandwidth())
+        figures = Figures(REQUESTS * OUTPUT / seconds, 1e3 * token, 1e3 * first, max(before, bandwidth()))
         print(json.dumps(figures), file=answers, flush=True)
 
 

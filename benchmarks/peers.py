@@ -100,7 +100,7 @@ class LlamaBench:
         if done.returncode:
             raise SystemExit(f"llama-bench failed:\n{done.stderr}")
         (found,) = json.loads(done.stdout)
-        told = ("model_type", "n_threads", "type_k", "type_v", "flash_attn", "build_number")
+        told = ("model_type", "backends", "n_threads", "type_k", "type_v", "flash_attn")
         self.about = About(f"llama.cpp: { ({name: found[name] for name in told}) }")
         nan = float("nan")
         return Figures(nan, statistics.median(found["samples_ns"]) / 1e6 / OUTPUT, nan)
@@ -114,10 +114,10 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def row(title: str, ours: Sequence[float], theirs: Sequence[float], digits: int, aim: str = "") -> float:
+def row(title: str, ours: Sequence[float], theirs: Sequence[float], aim: str = "") -> float:
     """Print one, and return its ratio: the median of those of neighbours."""
     each = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    columns = f"{spread(ours, digits):>24}{spread(theirs, digits):>24}{spread(each, 2):>22}"
+    columns = f"{spread(ours, 1):>24}{spread(theirs, 1):>24}{spread(each, 2):>22}"
     print(f"{title:28}{columns}  {aim}".rstrip(), flush=True)
     return statistics.median(each)
 
@@ -155,17 +155,17 @@ def in_process(options: argparse.Namespace, ours: Setup, theirs: Setup) -> tuple
     aims = AIMS["none" if options.quantization in (None, "none") else "int8"]
     titles = {"rate": "A, tokens per second", "token": "B, ms per token", "first": "B, ms to the first token"}
     ratio = {
-        name: row(title, *([getattr(f, name) for f in some] for some in (mine, other)), 1, aims[name])
+        name: row(title, *([getattr(f, name) for f in some] for some in (mine, other)), aims[name])
         for name, title in titles.items()
     }
     if options.llama:
         heading("llama.cpp")
-        row(titles["token"], [f.token for f in mine], [f.token for f in found["llama.cpp"]], 1, "<= 0.85")
+        row(titles["token"], [f.token for f in mine], [f.token for f in found["llama.cpp"]], "<= 0.85")
     read = engines["framework"].about.read
     rates, limits = [read / f.token / 1e6 for f in mine], [f.bandwidth for f in mine]
     shares = [100 * rate / limit for rate, limit in zip(rates, limits, strict=True)]
     print(f"B reads {read / 1e6:.1f} MB a token, {spread(rates, 1)} GB/s; memory gives {spread(limits, 1)} GB/s: "
-          f"{spread(shares, 0)} %  aim >= 60, 80 % in 16 bits")  # fmt: skip
+          f"{spread(shares, 0)} %  aim in 16 bits >= 60, 80")  # fmt: skip
     targets = [
         ("A at least 1.1 times the other's", ratio["rate"] >= 1.1),
         ("B at most 0.85 of the other's", ratio["token"] <= 0.85),
@@ -207,9 +207,9 @@ def over_http(options: argparse.Namespace, ours: Setup, theirs: Setup) -> tuple[
             for name, (title, sign, aim) in AIMS_HTTP.items():
                 some = ([getattr(f, name) for f in found[which]] for which in ("framework", "openvino"))
                 if concurrency != 32:
-                    row(title, *some, 1)
+                    row(title, *some)
                     continue
-                ratio = row(title, *some, 1, f"{sign} {aim:.2f}")
+                ratio = row(title, *some, f"{sign} {aim:.2f}")
                 met = ratio >= aim if sign == ">=" else ratio <= aim
                 targets.append((f"{title} {sign} {aim} of the other's, {concurrency} clients", met))
     return figures, targets

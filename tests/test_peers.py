@@ -143,7 +143,7 @@ def test_turns_and_ratios(capsys: pytest.CaptureFixture[str]) -> None:
     assert [name for name, _ in order] == ["a", "b", "b", "a", "a", "b"]
     assert [seed for _, seed in order] == [1000, 1000, 2000, 2000, 3000, 3000]
     assert found == {"a": [1, 4, 5], "b": [2, 3, 6]}
-    assert peers.row("x", [1, 4, 5], [2, 2, 4], 1, "an aim") == 1.25  # of 0.5, 2 and 1.25
+    assert peers.row("x", [1, 4, 5], [2, 2, 4], "an aim") == 1.25  # of 0.5, 2 and 1.25
     assert re.sub(" +", " ", capsys.readouterr().out) == "x 4.0 [1.0, 5.0] 2.0 [2.0, 4.0] 1.25 [0.50, 2.00] an aim\n"
 
 
