@@ -160,7 +160,7 @@ def in_process(options: argparse.Namespace, ours: Setup, theirs: Setup) -> tuple
     }
     if options.llama:
         heading("llama.cpp")
-        row(titles["token"], [f.token for f in mine], [f.token for f in found["llama.cpp"]], "<= 0.85")
+        row(titles["token"], [f.token for f in mine], [f.token for f in found["llama.cpp"]], "<= 0.85, none")
     read = engines["framework"].about.read
     rates, limits = [read / f.token / 1e6 for f in mine], [f.bandwidth for f in mine]
     shares = [100 * rate / limit for rate, limit in zip(rates, limits, strict=True)]
