@@ -195,7 +195,8 @@ def over_http(options: argparse.Namespace, ours: Setup, theirs: Setup) -> tuple[
     targets: Targets = []
     with server(command) as mine, server(stand_in) as other:
         for _, output in (mine, other):
-            print(*(line for line in output.splitlines() if line.startswith("  ") and "URL " not in line), sep="\n")
+            banner = output.partition("URL ")[0].splitlines()
+            print(*(line for line in banner if line.startswith("  ") and line.strip()), sep="\n")
         for concurrency in options.concurrency:
             measures = {
                 name: clients(url, concurrency, ours.tokens[1])
