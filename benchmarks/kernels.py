@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from common import header
+from common import COLD, bandwidth, best, header
 
 from framework.machine import prepare_environment
 
@@ -46,29 +45,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CPU = torch.device("cpu")
-COLD = 128 << 20
-"""Bytes of weights that no cache holds."""
-
-
-def best(reps: int, works: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of the fastest of `reps`, in turn."""
-    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(reps):
-        for name, work in works.items():
-            begin = now()
-            work()
-            times[name].append(now() - begin)
-    return {name: min(some) for name, some in times.items()}
 
 
 def limits(dtype: torch.dtype) -> tuple[float, float, torch.dtype]:
     """(GB/s read from memory, GFLOP/s of torch's product, in which type: `dtype` only where the hardware has it)."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtype = torch.float32
-    big, a = torch.ones(COLD), torch.ones(1536, 1536, dtype=dtype)
-    found = best(5, {"read": big.sum, "product": lambda: a @ a})
-    return big.nbytes / found["read"] / 1e9, 2 * 1536**3 / found["product"] / 1e9, dtype
+    a = torch.ones(1536, 1536, dtype=dtype)
+    return bandwidth(), 2 * 1536**3 / best(5, {"product": lambda: a @ a})["product"] / 1e9, dtype
 
 
 def batch(starts: list[int], lens: list[int], size: int = 16) -> tuple[Batch, int]:
@@ -188,14 +172,14 @@ def main() -> None:
     }
     kv = {"kv8": torch.int8}
     with torch.inference_mode():
-        bandwidth, flops, kind = limits(dtype)
-        print(f"{options.shape}, {options.dtype}, {options.threads} threads; limits measured: {bandwidth:.0f} GB/s, "
+        read, flops, kind = limits(dtype)
+        print(f"{options.shape}, {options.dtype}, {options.threads} threads; limits measured: {read:.0f} GB/s, "
               f"{flops:.0f} GFLOP/s in {kind}")  # fmt: skip
         benches = {name: Bench(made[name](), config, dtype, kv.get(name, dtype)) for name in options.kernels.split(",")}
         batches = [int(size) for size in options.batches.split(",")]
         some = cases(Llama.spec(config), dtype.itemsize, batches, options.context, options.prompt)
         some = (case for case in some if options.only in ("", case.kind))
-        run(benches, some, options.reps, bandwidth, flops)
+        run(benches, some, options.reps, read, flops)
 
 
 class Case(NamedTuple):
@@ -241,7 +225,7 @@ def cases(spec: ModelSpec, itemsize: int, batches: list[int], context: int, prom
     yield from whole
 
 
-def run(benches: dict[str, Bench], some: Iterable[Case], reps: int, bandwidth: float, flops: float) -> None:
+def run(benches: dict[str, Bench], some: Iterable[Case], reps: int, read: float, flops: float) -> None:
     """The last backend's GB/s and GFLOP/s, and their share of the limits, are shown."""
     first, last = next(iter(benches)), list(benches)[-1]
     print(f"{'ms':30}{''.join(f'{name:>10}' for name in benches)}{'ratio':>8}{'GB/s':>8}{'GFLOP/s':>15}")
@@ -253,7 +237,7 @@ def run(benches: dict[str, Bench], some: Iterable[Case], reps: int, bandwidth: f
         times = {name: t / count for name, t in best(reps, {name: work for name, (work, _) in works.items()}).items()}
         gb, gf = case.bytes / times[last] / 1e9, case.operations / times[last] / 1e9
         row = "".join(f"{times[name] * 1e3:10.3f}" for name in benches)
-        print(f"{case.what:30}{row}{times[first] / times[last]:8.2f}{gb:8.1f}{gb / bandwidth:6.0%}{gf:9.0f}"
+        print(f"{case.what:30}{row}{times[first] / times[last]:8.2f}{gb:8.1f}{gb / read:6.0%}{gf:9.0f}"
               f"{gf / flops:6.0%}", flush=True)  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import finish, header
+from common import finish, header, percentile
 
 from framework import LLM, SamplingParams
 from framework.machine import size
@@ -195,11 +195,6 @@ def serve(llm: LLM, load: Sequence[Visit], max_tokens: int | None) -> Figures:
         stats.recomputed_tokens,
         stats.prefix_hit_tokens,
     )
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that `percent` % of the values do not exceed; NaN of none."""
-    return sorted(values)[-(-len(values) * percent // 100) - 1] if values else float("nan")
 
 
 def compare(options: argparse.Namespace) -> dict[str, Figures]:

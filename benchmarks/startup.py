@@ -10,50 +10,25 @@ a machine that has just installed them. With --check the exit code is 1 if the m
 from __future__ import annotations
 
 import argparse
-import re
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import httpx
-from common import finish, header
+from common import finish, header, server
 
 TARGET_SECONDS = 15.0
 
 
 def measure(flags: list[str], patience: float = 120.0) -> tuple[float, float]:
     """Seconds to readiness and to the first token of one cold start."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "output"
-        with output.open("w") as file:
-            start = time.perf_counter()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "framework", "serve", "--port", "0", *flags],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            while (found := re.search(r"URL +(http://\S+)/v1", output.read_text())) is None:
-                if process.poll() is not None or time.perf_counter() - start > patience:
-                    sys.exit(f"the server did not start:\n{output.read_text()}")
-                time.sleep(0.01)
-            ready = time.perf_counter() - start
-            body = {"prompt": "Photosynthesis is", "max_tokens": 8, "temperature": 0, "stream": True}
-            with httpx.stream("POST", f"{found[1]}/v1/completions", json=body, timeout=patience) as response:
-                next(line for line in response.iter_lines() if '"text":"' in line and '"text":""' not in line)
-                return ready, time.perf_counter() - start
-        finally:
-            process.send_signal(signal.SIGINT)  # its engine process ends with it
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    start = time.perf_counter()
+    with server([sys.executable, "-m", "framework", "serve", "--port", "0", *flags], patience) as (url, _):
+        ready = time.perf_counter() - start
+        body = {"prompt": "Photosynthesis is", "max_tokens": 8, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=patience) as response:
+            next(line for line in response.iter_lines() if '"text":"' in line and '"text":""' not in line)
+            return ready, time.perf_counter() - start
 
 
 def main() -> None:
