@@ -76,13 +76,16 @@ static void linear(const Kernels& table, int threads, int m, int k, int n, bool 
   const int per = 4 / sizeof(T);
   Buffer<uint32_t> words(size_t((n + 15) / 16) * ((k + per - 1) / per) * 16, 0);
   table.pack(threads, {weight.data.get(), n, k, k}, words.data.get());
-  table.linear(threads, {x.data.get(), m, k, k}, words.data.get(), n, with_bias ? bias.data.get() : nullptr,
-               y.data.get());
+  Buffer<float> wide(size_t(m) * n);
+  const Weight packed{words.data.get(), nullptr, n, with_bias ? bias.data.get() : nullptr};
+  table.linear(threads, {{x.data.get(), m, k, k}, packed, y.data.get(), false});
+  table.linear(threads, {{x.data.get(), m, k, k}, packed, wide.data.get(), true});
   for (int i = 0; i < m; i++)
     for (int j = 0; j < n; j++) {
       double sum = with_bias ? double(bias[j]) : 0;
       for (int l = 0; l < k; l++) sum += double(x[i * k + l]) * double(weight[j * k + l]);
       near<T>(y[i * n + j], sum, std::sqrt(k), std::string(table.name) + " linear " + std::to_string(k));
+      near<float>(wide[i * n + j], sum, std::sqrt(k), std::string(table.name) + " wide " + std::to_string(k));
     }
 }
 
@@ -95,8 +98,8 @@ static void linear_int8(const Kernels& table, int threads, int m, int k, int n, 
   Buffer<uint32_t> words(groups * ((k + 3) / 4) * 16, 0);
   Buffer<float> scales(groups * 16, NAN);
   table.pack_int8(threads, {weight.data.get(), n, k, k}, words.data.get(), scales.data.get());
-  table.linear_int8(threads, {x.data.get(), m, k, k}, words.data.get(), scales.data.get(), n,
-                    with_bias ? bias.data.get() : nullptr, y.data.get());
+  const Weight packed{words.data.get(), scales.data.get(), n, with_bias ? bias.data.get() : nullptr};
+  table.linear(threads, {{x.data.get(), m, k, k}, packed, y.data.get(), false});
   for (int i = 0; i < m; i++)
     for (int j = 0; j < n; j++) {
       double sum = with_bias ? double(bias[j]) : 0;

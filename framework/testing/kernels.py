@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ..kernels import OPS, Batch, KernelBackend, Rope
+from ..kernels import OPS, Batch, Decoder, DecoderLayer, KernelBackend, Rope
 from ..kv import CacheGroup
 from ..model import ModelSpec
 from ..registry import load_plugins
@@ -180,7 +181,9 @@ class KernelConformance:
                     found = torch.cat(parts, 1)
                 else:
                     found = getattr(backend, op)(x_again.to(device), packed)
-                close(found, expected if x_again is x else expected.flip(0), kind, self.tolerance(op, kind))
+                wide = op == "logits" and found.dtype == torch.float32
+                again = expected if x_again is x else expected.flip(0)
+                close(found, again, torch.float32 if wide else kind, self.tolerance(op, kind))
 
     @torch.inference_mode()
     def test_argmax(self) -> None:
@@ -442,6 +445,46 @@ class KernelConformance:
         for group, pool in enumerate(pools):
             found, expected = pool.attend(parts[group], meta, group=group)
             close(found, expected, pool.dtype, self.tolerance("attention", pool.dtype))
+
+    @torch.inference_mode()
+    def test_decoder(self, window: int | None, shape: tuple[int, int, int], dtype: str) -> None:
+        """All layers at once are what they are one operation after the other, in a prompt and in the steps after it."""
+        heads, kv_heads, head_dim = shape
+        hidden, inner, normed = 40, 56, window is not None
+        pools = [self._pool(dtype, self.block_sizes[-1], shape, 12, window, None, layers=2) for _ in range(2)]
+        backend, device, kind = pools[0].backend, pools[0].device, pools[0].dtype
+        seeds = iter(range(100))
+
+        def weight(op: str, rows: int, columns: int, bias: bool = False) -> Any:
+            some = (_normal(kind, next(seeds), rows, columns) * columns**-0.5).to(device)
+            return backend.pack(op, some, _normal(kind, next(seeds), rows).to(device) if bias else None)
+
+        def norm(size: int) -> torch.Tensor:
+            return (1 + _normal(kind, next(seeds), size) / 8).to(device)
+
+        layers = [DecoderLayer(window), DecoderLayer(None)]
+        for layer in layers:
+            layer.input_norm, layer.post_norm = norm(hidden), norm(hidden)
+            if normed:
+                layer.q_norm, layer.k_norm = norm(head_dim), norm(head_dim)
+            layer.qkv = weight("qkv", (heads + 2 * kv_heads) * head_dim, hidden, bias=not normed)
+            layer.o, layer.down = weight("linear", hidden, heads * head_dim), weight("linear", hidden, inner)
+            layer.gate_up = weight("gate_up", 2 * inner, hidden)
+        angle = torch.arange(64)[:, None] * (0.7 ** torch.arange(head_dim // 2, dtype=torch.float64))
+        rope = Rope(angle.cos().float().to(device), angle.sin().float().to(device))
+        free = torch.randperm(12, generator=pools[0].random).tolist()
+        tables = [free[:4], free[4:6], free[6:10]]
+        for spans in ([(0, 17), (0, 1), (0, 30)], [(17, 1), (1, 6), (30, 1)], [(18, 1), (7, 1), (31, 1)]):
+            parts = [Part(start, n, table) for (start, n), table in zip(spans, tables, strict=True)]
+            position = pools[0].positions(parts).to(device)
+            x = _normal(kind, next(seeds), len(position), hidden).to(device)
+            results = []
+            for pool, run in zip(pools, (backend.decoder, partial(KernelBackend.decoder, backend)), strict=True):
+                decoder = Decoder(layers, heads, kv_heads, head_dim, 1e-5, head_dim**-0.5)
+                y, residual = run(x.clone(), decoder, pool.caches, position, rope, 0, pool.prepare(parts))
+                results.append(y.double() + (0 if residual is None else residual.double()))
+            assert results[0].shape == x.shape
+            close(results[0].to(kind), results[1], kind, self.tolerance("attention", kind))
 
     @torch.inference_mode()
     def test_any_batch(self, number: int) -> None:

@@ -247,9 +247,7 @@ class Llama(Model):
         ops = self._backend
         if meta.max_seq > (known := self._rope.cos.shape[0]):
             self._rope = self._positions(min(self._spec.max_model_len, max(meta.max_seq, 2 * known)))
-        x, residual = ops.decoder(
-            ops.embed(tokens, self._embed), self._decoder, caches, positions, self._rope, 0, meta
-        )
+        x, residual = ops.decoder(ops.embed(tokens, self._embed), self._decoder, caches, positions, self._rope, 0, meta)
         x = x.index_select(0, meta.logits_rows)
         if residual is not None:
             residual = residual.index_select(0, meta.logits_rows)

@@ -14,6 +14,7 @@ namespace ISA {
 
 constexpr int PAGES = 8;  // taken at a time
 constexpr int TOKENS = PAGES * LANES;
+constexpr int AHEAD = 4;  // pages from the one that is read to the one that is fetched
 
 // Softmax of one row of scores, tokens [low, high) of which are seen, against what came before: writes probabilities
 // (0 for the unseen), times `scales` if there are any, updates maximum and sum, and gives the factor for the sums so far.
@@ -114,34 +115,41 @@ void attend(const Task& task, const Attention& work) {
   bool more = false;
   for (int32_t t = task.begin; t < task.end; t += TOKENS) {
     const int count = (std::min<int32_t>(TOKENS, task.end - t) + LANES - 1) / LANES;
-    // Of each page a pointer, and to the first of the next tokens, if any.
-    const char *keys[PAGES + 1], *values[PAGES];
-    for (int i = 0; i <= count; i++) {
-      const int32_t token = i < count || t + TOKENS < task.end ? t + i * LANES : t;
+    // Pages in the order in which they are read: keys, values, and what of the next tokens is fetched meanwhile.
+    const char* pages_of[2 * PAGES + AHEAD];
+    const char **keys = pages_of, **values = keys + count;
+    for (int i = 0; i < count + AHEAD; i++) {
+      const int32_t token = i < count ? t + i * LANES : std::min(t + TOKENS + (i - count) * LANES, task.end - 1);
       const int64_t in = token % cache.block_size / LANES;
       const int64_t offset = ((table[token / cache.block_size] * cache.kv_heads + task.head) * pages + in) * page;
-      keys[i] = static_cast<const char*>(cache.keys) + offset;
+      keys[i < count ? i : count + i] = static_cast<const char*>(cache.keys) + offset;
       if (i < count) values[i] = static_cast<const char*>(cache.values) + offset;
     }
-    const uint32_t* words[PAGES];
-    auto words_of = [&](int i, const char* at, const char* next) {  // those of bytes as copies
+    if (!more)
+      for (int i = 0; i < std::min(AHEAD, 2 * count); i++)
+        for (int64_t line = 0; line < page; line += 64) __builtin_prefetch(pages_of[i] + line);
+    const uint32_t *words[PAGES], *soon[PAGES];
+    auto words_of = [&](int i, int number) {  // those of bytes as copies
+      const char *at = pages_of[number], *later = pages_of[number + AHEAD];
       if (cache.bytes) {
-        load_bytes(reinterpret_cast<const int8_t*>(at), next, padded, wide + i * values_of_page, scales + i * LANES);
-        at = reinterpret_cast<const char*>(wide + i * values_of_page);
+        load_bytes(reinterpret_cast<const int8_t*>(at), later, padded, wide + i * values_of_page, scales + i * LANES);
+        at = later = reinterpret_cast<const char*>(wide + i * values_of_page);
       }
-      return words[i] = reinterpret_cast<const uint32_t*>(at);
+      words[i] = reinterpret_cast<const uint32_t*>(at);
+      soon[i] = reinterpret_cast<const uint32_t*>(later);
     };
+    const int64_t fetch = cache.bytes ? 0 : LANES;
     for (int i = 0; i < count; i++) {
-      words_of(i, keys[i], values[i]);
-      product<D>(rows, 1, q, lda, {words + i, 1, reinterpret_cast<const uint32_t*>(values[i]), depth / D::per, LANES, 0},
-                 scores + i * LANES, TOKENS, false);
+      words_of(i, i);
+      product<D, 1>(rows, 1, q, lda, {words + i, soon + i, 1, depth / D::per, LANES, fetch, 0}, scores + i * LANES, TOKENS,
+                 false);
     }
     for (int r = 0; r < rows && cache.bytes; r++)
       for (int i = 0; i < count * LANES; i += W) {
         float* s = scores + r * TOKENS + i;
         store(s, load<vf>(s) * load<vf>(scales + i));
       }
-    for (int i = 0; i < count; i++) words_of(i, values[i], i + 1 < count ? values[i + 1] : keys[count]);
+    for (int i = 0; i < count; i++) words_of(i, count + i);
     for (int r = 0; r < rows; r++) {
       const int64_t query = start + (task.row + r) / group;
       const int low = work.window ? std::max<int64_t>(0, query + 1 - work.window - t) : 0;
@@ -152,8 +160,7 @@ void attend(const Task& task, const Attention& work) {
       if (more && factor != 1) scaled(sums + r * padded, padded, factor);
     }
     product<D>(rows, padded / LANES, p, ldp,
-               {words, count, reinterpret_cast<const uint32_t*>(keys[count]), LANES / D::per, padded, LANES}, sums,
-               padded, more);
+               {words, soon, count, LANES / D::per, padded, fetch, 0}, sums, padded, more);
     more = true;
   }
   if (task.parts == 1) {

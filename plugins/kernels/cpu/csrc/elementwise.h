@@ -85,6 +85,8 @@ inline void argmax(Team& team, const Matrix& x, int64_t* places, float* values) 
       }
       for (int i = 0; i < W; i++)
         if (odd[i] != odd[i]) best = odd[i];
+      if (best != best)
+        for (place = 0; row[place] == row[place];) place++;
       places[r] = place;
       values[r] = best;
     }

@@ -41,7 +41,7 @@ struct DotInt8 : Integers {
   using A = int8_t;
   static constexpr int BIAS = 128, GROUPS = 4, SUMS = 24;
   static constexpr int place(int i) { return i; }
-  static constexpr int rows(int groups) { return groups == 1 ? 12 : 6; }
+  static constexpr int rows(int groups) { return groups == 4 ? 6 : 12; }
 
   template <int NV>
   [[gnu::always_inline]] static void step(vi (&sums)[NV], vi (&)[NV], const vu (&w)[NV], const A* a) {
@@ -92,9 +92,11 @@ template <class T>
 void pack_int8(Team& team, const Matrix& weight, uint32_t* words, float* scales) {
   using D = DotInt8;
   const int64_t n = weight.rows, k = weight.columns, steps = round_up(k, D::per) / D::per;
-  parallel(team, round_up(n, LANES) / LANES, [&](int64_t g) {
-    uint8_t* to = reinterpret_cast<uint8_t*>(words + g * steps * LANES);
-    memset(to, D::BIAS, steps * LANES * 4);
+  const int64_t groups = round_up(n, LANES) / LANES;
+  parallel(team, groups, [&](int64_t g) {
+    const Tile<D> tile(words, g, groups, steps);
+    uint8_t* to = reinterpret_cast<uint8_t*>(const_cast<uint32_t*>(tile.words));
+    for (int64_t s = 0; s < steps; s++) memset(to + s * tile.pitch * 4, D::BIAS, LANES * 4);
     int8_t* q = scratch<int8_t>(k);
     for (int64_t lane = 0; lane < LANES; lane++) {
       const int64_t row = g * LANES + lane;
@@ -103,7 +105,7 @@ void pack_int8(Team& team, const Matrix& weight, uint32_t* words, float* scales)
       int32_t total;
       scales[row] = quantize(static_cast<const T*>(weight.data) + row * weight.pitch, k, q, total);
       for (int64_t i = 0; i < k; i++)
-        to[(i / D::per * LANES + lane) * D::per + D::place(i % D::per)] = uint8_t(q[i] + D::BIAS);
+        to[(i / D::per * tile.pitch + lane) * D::per + D::place(i % D::per)] = uint8_t(q[i] + D::BIAS);
     }
   });
 }
@@ -136,7 +138,7 @@ template <class T>
 void linear_int8(Team& team, const Product& p, DotInt8::A* a) {
   using D = DotInt8;
   using A = D::A;
-  constexpr int64_t ROWS = 96, COLUMNS = 8, AHEAD = 384;  // as in linear.h
+  constexpr int64_t ROWS = 96;  // as in linear.h
   constexpr int64_t BLOCK = SPAN / D::per, WORD = 4 / sizeof(A), STRIDE = SPAN + 2 * WORD;
   const Matrix& x = p.x;
   const int64_t n = p.weight.n, m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per;
@@ -146,25 +148,21 @@ void linear_int8(Team& team, const Product& p, DotInt8::A* a) {
     for (int64_t r = begin; r < end; r++) row_int8(static_cast<const T*>(x.data) + r * x.pitch, k, a + r * lda);
   });
   const int64_t chunks = (m + ROWS - 1) / ROWS, chunk = round_up((m + chunks - 1) / chunks, D::rows(D::GROUPS));
-  int64_t columns = round_up(std::max<int64_t>(1, groups * chunks / (8 * size(team))), D::GROUPS);
-  columns = std::min(columns, COLUMNS);
-  const int64_t across = (groups + columns - 1) / columns, ldc = D::GROUPS * LANES;
-  parallel(team, chunks * across, [&](int64_t task) {
-    const int64_t r0 = task / across * chunk, rows = std::min(chunk, m - r0);
-    const int64_t first = task % across * columns, last = std::min(groups, first + columns);
-    float* c = scratch<float>(chunk * ldc);
-    for (int64_t g = first; g < last; g += D::GROUPS) {  // few columns at once: the sums stay in the nearest cache
-      const int64_t some = std::min<int64_t>(D::GROUPS, last - g), n0 = g * LANES;
-      memset(c, 0, rows * ldc * sizeof(float));
-      for (int64_t s = 0; s < steps; s += BLOCK) {
-        const uint32_t* b = p.weight.words + (g * steps + s) * LANES;
-        product<D>(rows, some, a + r0 * lda + s / BLOCK * STRIDE + WORD, lda,
-                   {&b, 1, b + AHEAD, std::min(BLOCK, steps - s), LANES, steps * LANES}, c, ldc, true);
-      }
-      for (int64_t r = 0; r < rows; r++)
-        finish(c + r * ldc, p.weight.scales + n0, bias ? bias + n0 : nullptr, place<T>(p, r0 + r, n0), p.wide,
-               std::min(some * LANES, n - n0));
+  const int64_t across = round_up(groups, D::GROUPS), ldc = D::GROUPS * LANES;
+  float* c = scratch<float>(chunk * ldc);
+  shares(team, chunks * across, D::GROUPS, [&](int64_t begin, int64_t end) {
+    const int64_t r0 = begin / across * chunk, g = begin % across, n0 = g * LANES;
+    const int64_t rows = std::min(chunk, m - r0), some = std::min(end - begin, groups - g);
+    if (some <= 0) return;
+    const Tile<D> tile(p.weight.words, g, groups, steps);
+    memset(c, 0, rows * ldc * sizeof(float));
+    for (int64_t s = 0; s < steps; s += BLOCK) {
+      const Some<D> words(rows, tile.words + s * tile.pitch, std::min(BLOCK, steps - s), tile.pitch);
+      product<D>(rows, some, a + r0 * lda + s / BLOCK * STRIDE + WORD, lda, words, c, ldc, true);
     }
+    for (int64_t r = 0; r < rows; r++)
+      finish(c + r * ldc, p.weight.scales + n0, bias ? bias + n0 : nullptr, place<T>(p, r0 + r, n0), p.wide,
+             std::min(some * LANES, n - n0));
   });
 }
 

@@ -13,12 +13,14 @@ template <class D>
 void pack(Team& team, const Matrix& weight, uint32_t* words) {
   using T = typename D::T;
   const int64_t n = weight.rows, k = weight.columns, steps = round_up(k, D::per) / D::per;
-  parallel(team, round_up(n, LANES) / LANES, [&](int64_t g) {
-    T* to = reinterpret_cast<T*>(words + g * steps * LANES);
-    memset(to, 0, steps * LANES * 4);
+  const int64_t groups = round_up(n, LANES) / LANES;
+  parallel(team, groups, [&](int64_t g) {
+    const Tile<D> tile(words, g, groups, steps);
+    T* to = reinterpret_cast<T*>(const_cast<uint32_t*>(tile.words));
+    for (int64_t s = 0; s < steps; s++) memset(to + s * tile.pitch * D::per, 0, LANES * 4);
     for (int64_t lane = 0; lane < LANES && g * LANES + lane < n; lane++) {
       const T* from = static_cast<const T*>(weight.data) + (g * LANES + lane) * weight.pitch;
-      for (int64_t i = 0; i < k; i++) to[(i / D::per * LANES + lane) * D::per + i % D::per] = from[i];
+      for (int64_t i = 0; i < k; i++) to[(i / D::per * tile.pitch + lane) * D::per + i % D::per] = from[i];
     }
   });
 }
@@ -44,39 +46,57 @@ inline void* place(const Product& p, int64_t r, int64_t i) {
   return static_cast<char*>(p.y) + (r * p.weight.n + i) * (p.wide ? sizeof(float) : sizeof(T));
 }
 
+// `steps` rows of a tile, for m rows of A. What is fetched meanwhile: if these are many, the words that follow, of which each
+// part of the rows takes its share; if not, those that are read, as the hardware sees best what comes in order.
+template <class D>
+struct Some {
+  const uint32_t *b, *soon;
+  int64_t steps, pitch, fetch = LANES, further = 0;
+  Some(int64_t m, const uint32_t* b, int64_t steps, int64_t pitch) : b(b), soon(b), steps(steps), pitch(pitch) {
+    const int64_t most = D::rows(D::GROUPS), parts = (m + most - 1) / most;
+    if (parts <= 2) return;
+    soon = b + steps * pitch;
+    fetch = (LANES + parts - 1) / parts;
+    further = steps * pitch / LANES * fetch;
+  }
+  operator Words() const { return {&b, &soon, 1, steps, pitch, fetch, further}; }
+};
+
 template <class D>
 void linear(Team& team, const Product& p) {
   using T = typename D::T;
   using A = typename D::A;
-  constexpr int64_t ROWS = 96, BLOCK = 512, COLUMNS = 8;
-  constexpr int AHEAD = 384;  // words from what is read to what is fetched meanwhile
+  constexpr int64_t ROWS = 96, BLOCK = 512, LDC = D::GROUPS * LANES;
   const Matrix& x = p.x;
   const int64_t n = p.weight.n, m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per;
-  const int64_t groups = round_up(n, LANES) / LANES;
+  const int64_t groups = round_up(n, LANES) / LANES, across = round_up(groups, D::GROUPS);
   const T* bias = static_cast<const T*>(p.weight.bias);
   const bool single = m <= D::rows(D::GROUPS);  // every word is used once: take it in the order of memory
   const int64_t block = single ? steps : std::min(steps, BLOCK);
   const int64_t chunks = (m + ROWS - 1) / ROWS, chunk = round_up((m + chunks - 1) / chunks, D::rows(D::GROUPS));
-  // Enough tasks that threads end together, of enough columns that preparing A does not count.
-  int64_t columns = round_up(std::max<int64_t>(1, groups * chunks / (8 * size(team))), D::GROUPS);
-  columns = std::min(columns, COLUMNS);
-  const int64_t across = (groups + columns - 1) / columns, lda = block * D::per + 64 / sizeof(A);
-  parallel(team, chunks * across, [&](int64_t task) {
-    const int64_t r0 = task / across * chunk, g0 = task % across * columns;
-    const int64_t rows = std::min(chunk, m - r0), some = std::min(columns, groups - g0), ldc = columns * LANES;
-    float* c = scratch<float>(chunk * (ldc + lda));
-    A* a = reinterpret_cast<A*>(c + chunk * ldc);
-    for (int64_t s = 0; s < steps; s += block) {
-      const int64_t count = std::min(block, steps - s), first = s * D::per;
-      const T* from = static_cast<const T*>(x.data) + r0 * x.pitch + first;
-      for (int64_t r = 0; r < rows; r++)
-        row(a + r * lda, from + r * x.pitch, std::min(count * D::per, k - first), count * D::per);
-      const uint32_t* b = p.weight.words + (g0 * steps + s) * LANES;
-      product<D>(rows, some, a, lda, {&b, 1, b + AHEAD, count, LANES, steps * LANES}, c, ldc, s > 0);
+  const bool as_is = std::is_same_v<A, T> && k % D::per == 0;
+  const int64_t lda = as_is ? x.pitch : steps * D::per + 64 / sizeof(A);
+  float* c = scratch<float>(chunk * (LDC + (as_is ? 0 : lda)));
+  A* a = reinterpret_cast<A*>(c + chunk * LDC);
+  int64_t prepared = -1;  // which chunk is in `a`
+  shares(team, chunks * across, D::GROUPS, [&](int64_t begin, int64_t end) {
+    const int64_t r0 = begin / across * chunk, g = begin % across, n0 = g * LANES;
+    const int64_t rows = std::min(chunk, m - r0), some = std::min(end - begin, groups - g);
+    if (some <= 0) return;
+    const T* from = static_cast<const T*>(x.data) + r0 * x.pitch;
+    if (as_is) {
+      a = reinterpret_cast<A*>(const_cast<T*>(from));
+    } else if (prepared != r0) {
+      for (int64_t r = 0; r < rows; r++) row(a + r * lda, from + r * x.pitch, k, steps * D::per);
+      prepared = r0;
     }
-    const int64_t n0 = g0 * LANES;
+    const Tile<D> tile(p.weight.words, g, groups, steps);
+    for (int64_t s = 0; s < steps; s += block) {
+      const Some<D> words(rows, tile.words + s * tile.pitch, std::min(block, steps - s), tile.pitch);
+      product<D>(rows, some, a + s * D::per, lda, words, c, LDC, s > 0);
+    }
     for (int64_t r = 0; r < rows; r++)
-      finish(c + r * ldc, nullptr, bias ? bias + n0 : nullptr, place<T>(p, r0 + r, n0), p.wide,
+      finish(c + r * LDC, nullptr, bias ? bias + n0 : nullptr, place<T>(p, r0 + r, n0), p.wide,
              std::min(some * LANES, n - n0));
   });
 }

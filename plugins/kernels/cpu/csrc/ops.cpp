@@ -113,7 +113,7 @@ Weight weight(const Tensor& words, const OptionalTensor& scales, int64_t n, cons
 Tensor linear(const Tensor& x, const Tensor& words, const OptionalTensor& scales, int64_t n,
               const OptionalTensor& bias, bool wide, int64_t isa) {
   const Kernels& table = kernels(isa, x);
-  TORCH_CHECK(x.dim() == 2);
+  TORCH_CHECK(x.dim() == 2, "the weight was packed for another product: x is no matrix");
   const Weight packed = weight(words, scales, n, bias, x.size(1), x.scalar_type());
   Tensor y = at::empty({x.size(0), n}, wide ? x.options().dtype(at::kFloat) : x.options());
   if (!y.numel()) return y;

@@ -20,12 +20,18 @@
 
 namespace ISA {
 
+constexpr int MOST_THREADS = 256;
+
 // What members share, each on a cache line of its own.
 struct Team {
+  struct alignas(64) Taken {
+    std::atomic<uint64_t> ends{0};  // of a member's share: from its beginning, and << 32 from its end
+  };
   std::atomic<int> size{1};
-  alignas(64) std::atomic<int64_t> next{0};     // task
-  alignas(64) std::atomic<int> arrived{0};      // members
-  alignas(64) std::atomic<uint32_t> stage{0};   // meetings that are over
+  alignas(64) std::atomic<int64_t> next{0};    // task
+  alignas(64) std::atomic<int> arrived{0};     // members
+  alignas(64) std::atomic<uint32_t> stage{0};  // meetings that are over
+  Taken taken[MOST_THREADS];
 };
 
 // Who waits longer than others compute was put aside by the system, or waits for one who was: sleep.
@@ -38,6 +44,7 @@ inline void meet(Team& team) {
   const uint32_t stage = team.stage.load(std::memory_order_relaxed);
   if (team.arrived.fetch_add(1, std::memory_order_acq_rel) == size(team) - 1) {
     team.next.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < size(team); i++) team.taken[i].ends.store(0, std::memory_order_relaxed);
     team.arrived.store(0, std::memory_order_relaxed);
     team.stage.store(stage + 1, std::memory_order_release);
     team.stage.notify_all();
@@ -63,6 +70,39 @@ inline void parallel(Team& team, int64_t tasks, const F& f) {
   meet(team);
 }
 
+inline int member() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+// f(begin, end) over [0, n), in pieces that cross no multiple of `grain`. Every member works through a share of its own, as
+// memory is read fastest in its order, and then takes from the ends of others', who may have been held up.
+template <class F>
+inline void shares(Team& team, int64_t n, int64_t grain, const F& f) {
+  const int threads = size(team), self = threads == 1 ? 0 : member();
+  for (int i = 0; i < threads; i++) {
+    const int whose = (self + i) % threads;
+    const int64_t low = n * whose / threads, high = n * (whose + 1) / threads;
+    const int64_t first = low / grain, count = low < high ? (high + grain - 1) / grain - first : 0;
+    std::atomic<uint64_t>& ends = team.taken[whose].ends;
+    uint64_t seen = ends.load(std::memory_order_relaxed);
+    for (;;) {
+      const int64_t front = seen & 0xffffffff, back = seen >> 32;
+      if (front + back >= count) break;
+      const uint64_t one = i == 0 ? 1 : 1ull << 32;
+      if (threads > 1 && !ends.compare_exchange_weak(seen, seen + one, std::memory_order_relaxed)) continue;
+      seen += one;
+      const int64_t at = (first + (i == 0 ? front : count - 1 - back)) * grain;
+      f(std::max(low, at), std::min(high, at + grain));
+      if (threads > 1) seen = ends.load(std::memory_order_relaxed);
+    }
+  }
+  if (threads > 1) meet(team);
+}
+
 // f(begin, end) over [0, n), in parts of about equal size.
 template <class F>
 inline void split(Team& team, int64_t n, const F& f) {
@@ -72,10 +112,11 @@ inline void split(Team& team, int64_t n, const F& f) {
 
 // f(team) on `threads` of torch's threads, or as many as there are.
 template <class F>
-inline void together(int threads, const F& f) {
+inline void together(int threads, F&& f) {
   Team team;
 #ifdef _OPENMP
   if (threads > 1 && !omp_in_parallel()) {
+    threads = std::min(threads, MOST_THREADS);
 #pragma omp parallel num_threads(threads)
     {
       team.size.store(omp_get_num_threads(), std::memory_order_relaxed);  // the same for all
