@@ -4,9 +4,10 @@
         [--check]
 
 Each variant computes the same windows of the text, in chunks that read what earlier ones left in the cache. *top-1*:
-how often its likeliest token is that of bfloat16 on the same kernel. *KL*: the mean divergence of its distribution from
-float32's, in nats. The default text is the first chapter of Alice's Adventures in Wonderland by Lewis Carroll (1865),
-in the public domain. With --check the exit code is 1 if a bound is missed.
+how often its likeliest token, the greedy choice, is that of bfloat16 on the same kernel, and that of float32. *KL*: the
+mean divergence of its distribution from float32's, in nats. *logits*: root mean square and largest of the differences
+from float32's, over all tokens and the whole vocabulary. The default text is the first chapter of Alice's Adventures in
+Wonderland by Lewis Carroll (1865), in the public domain. With --check the exit code is 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from framework.registry import load_plugins  # noqa: E402
 from framework.settings import Settings  # noqa: E402
 from framework.worker import TorchExecutor  # noqa: E402
 
-BASE = "cpu bfloat16"
+EXACT, FLOAT, BASE = "torch float32", "cpu float32", "cpu bfloat16"
 VARIANTS: dict[str, dict[str, Any]] = {
-    "torch float32": {"kernel": "torch", "dtype": "float32"},
+    EXACT: {"kernel": "torch", "dtype": "float32"},
+    FLOAT: {"kernel": "cpu", "dtype": "float32"},
     "torch bfloat16": {"kernel": "torch", "dtype": "bfloat16"},
     BASE: {"kernel": "cpu", "dtype": "bfloat16"},
     "int8 weights": {"kernel": "cpu", "dtype": "bfloat16", "quantization": "int8"},
@@ -47,10 +49,13 @@ CHUNK, BLOCK = 128, 16
 
 
 class Quality(NamedTuple):
-    """losses, divergence: float64 [tokens]; best: int64 [tokens]."""
+    """losses, divergence, squares, largest: float64 [tokens]; best: int64 [tokens]. squares, largest: of differences
+    between logits, mean and maximum over the vocabulary."""
 
     losses: torch.Tensor
     divergence: torch.Tensor
+    squares: torch.Tensor
+    largest: torch.Tensor
     best: torch.Tensor
 
     @property
@@ -59,8 +64,8 @@ class Quality(NamedTuple):
 
 
 def measure(settings: Settings, text: Path, window: int, most: int, exact: list[torch.Tensor]) -> Quality:
-    """Of a model under these settings. exact: float32 log-probabilities [tokens, vocab] of each chunk to compare with;
-    an empty list is filled."""
+    """Of a model under these settings. exact: float32 logits [tokens, vocab] of each chunk to compare with; an empty
+    list is filled."""
     plugins = load_plugins()
     plugins.activate(settings, engine=True)
     executor = TorchExecutor(settings, plugins, open_checkpoint(settings, plugins))
@@ -75,11 +80,14 @@ def measure(settings: Settings, text: Path, window: int, most: int, exact: list[
         meta = executor.backend.prepare(Batch(starts, lens, (table,), np.ones(1, np.bool_), BLOCK), executor.device)
         meta.logits_rows = torch.arange(count)
         logits = executor.model.forward(given, torch.arange(start, start + count), executor._caches, meta)
-        found = logits.float().log_softmax(-1)
+        logits = logits.float()
         if first:
-            exact.append(found)
-        divergence = (exact[number].exp() * (exact[number] - found)).sum(-1)
-        rows.append((-found.gather(1, following[:, None])[:, 0].double(), divergence.double(), found.argmax(-1)))
+            exact.append(logits)
+        found, true = logits.log_softmax(-1), exact[number].log_softmax(-1)
+        loss, divergence = -found.gather(1, following[:, None])[:, 0], (true.exp() * (true - found)).sum(-1)
+        off = (logits - exact[number]).abs()
+        figures = (loss, divergence, off.square().mean(-1), off.amax(-1))
+        rows.append((*(x.double() for x in figures), logits.argmax(-1)))
     executor.stop()
     return Quality(*map(torch.cat, zip(*rows, strict=True)))
 
@@ -113,19 +121,34 @@ def main() -> None:
         }
     base = found[BASE]
     print(f"{options.text.name}: {len(base.losses)} tokens predicted, in windows of {options.window}")
-    print(f"{'':24}{'perplexity':>11}{'over bf16':>11}{'top-1':>8}{'KL':>10}")
-    worse, agree, far = {}, {}, {}
+    print(f"{'':24}{'perplexity':>11}{'over bf16':>11}{'top-1':>8}{'':8}{'KL':>10}{'logits':>10}")
+    print(f"{'':46}{'of bf16':>8}{'of fp32':>8}{'':10}{'rms':>10}{'most':>9}")
+    worse, agree, greedy, far, rms, most = {}, {}, {}, {}, {}, {}
     for name, quality in found.items():
         worse[name] = quality.perplexity / base.perplexity - 1
         agree[name] = float((quality.best == base.best).double().mean())
         far[name] = float(quality.divergence.mean())
-        print(f"{name:24}{quality.perplexity:11.3f}{worse[name]:+11.2%}{agree[name]:8.1%}{far[name]:10.5f}")
+        greedy[name] = float((quality.best == found[EXACT].best).double().mean())
+        rms[name], most[name] = float(quality.squares.mean()) ** 0.5, float(quality.largest.max())
+        print(
+            f"{name:24}{quality.perplexity:11.3f}{worse[name]:+11.2%}{agree[name]:8.1%}{greedy[name]:8.1%}"
+            f"{far[name]:10.5f}{rms[name]:10.5f}{most[name]:9.4f}"
+        )
     finish(
         options.check,
         [
             ("int8 weights: perplexity under 3% over bfloat16", worse["int8 weights"] < 0.03),
             ("int8 cache: perplexity under 1% over bfloat16", worse["int8 cache"] < 0.01),
             *((f"{name}: top-1 at least 90%", share >= 0.9) for name, share in agree.items() if "int8" in name),
+            (
+                "float32: top-1 of torch at least 99.9%, logits within 0.001",
+                greedy[FLOAT] >= 0.999 and most[FLOAT] < 1e-3,
+            ),
+            ("bfloat16: logits within 2 of float32, root mean square 0.15", most[BASE] < 2 and rms[BASE] < 0.15),
+            (
+                "bfloat16: top-1 of float32 and of torch at least 95%",
+                min(greedy[BASE], agree["torch bfloat16"]) >= 0.95,
+            ),
             ("bfloat16: as near float32 as torch, within a tenth", far[BASE] <= 1.1 * far["torch bfloat16"]),
         ],
     )

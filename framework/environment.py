@@ -25,7 +25,7 @@ _CPU_FLAGS = (
     *("avx", "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16"),
     *("amx_int8", "f16c", "fma", "asimd", "bf16", "i8mm", "sve"),
 )
-_VARIABLES = re.compile(r"^(FRAMEWORK|HF)_|^(OMP_NUM_THREADS|MKL_NUM_THREADS|CUDA_VISIBLE_DEVICES|TORCH_\w+)$")
+_VARIABLES = re.compile(r"^(FRAMEWORK|HF)_|^((OMP|GOMP|KMP)_\w+|MKL_NUM_THREADS|CUDA_VISIBLE_DEVICES|TORCH_\w+)$")
 _SECRET = re.compile(r"(token|key|secret|passw|auth|header|credential)", re.IGNORECASE)
 
 
@@ -70,8 +70,13 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "CPU", machine.cpu_name()
     flags = machine.cpu_flags()
     yield "CPU flags", " ".join(name for name in _CPU_FLAGS if name in flags) or "none of interest"
-    cores = f"affinity allows {machine.affinity()} and the cgroup {machine.cpus()}"
-    yield "cores", f"{os.cpu_count()}, of which {cores}"
+    allowed = (
+        f"affinity allows {len(machine.allowed())} (cores: {len(machine.cores())}) and the cgroup {machine.cpus()}"
+    )
+    yield "CPUs", f"{os.cpu_count()}, of which {allowed}"
+    threads, engine, server = machine.place(None)
+    beside = "with the server" if server == engine else f"the server on {machine.list_cpus(server)}"
+    yield "engine", f"{threads} thread{'s' * (threads != 1)} on {machine.list_cpus(engine)}, {beside}"
     memory = psutil.virtual_memory()
     free = f"{size(memory.available)} available, {size(machine.free_memory())} within the cgroup"
     yield "memory", f"{size(memory.total)}, {free}"

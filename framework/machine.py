@@ -5,24 +5,139 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 _MOUNT = Path("/sys/fs/cgroup")
 _SELF = Path("/proc/self/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+SERVER_FROM = 8
+"""Cores from which one is left to the server."""
 
 
-def affinity() -> int:
-    """CPUs in this process's affinity mask; where there are no masks, all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+class Placement(NamedTuple):
+    """Where a server and its engine run."""
+
+    threads: int
+    """Of the engine."""
+    engine: tuple[int, ...]
+    """CPUs, ascending."""
+    server: tuple[int, ...]
+    """CPUs of other cores than the engine's; or the same CPUs, where both share what there is."""
+
+
+def plan(cores: Sequence[Sequence[int]], cpus: int, threads: int | None, part: bool = True) -> Placement:
+    """Place a server and an engine of `threads` threads (None: as many as is best).
+
+    cores: CPUs of each physical core, at least one, those this process may not use left out. cpus: how many of them
+    the cgroup's quota is worth. part: whether the two may be given cores of their own.
+    """
+    every = tuple(sorted(cpu for core in cores for cpu in core))
+    usable = max(1, min(len(cores), cpus))
+    count = threads or (usable - 1 if usable >= SERVER_FROM else usable)
+    spare = len(cores) - count
+    # A quota says that others run on the same CPUs, which we cannot see: the system spreads all better than we can.
+    if not part or spare < 1 or cpus < len(every):
+        return Placement(count, every, every)
+    # Half of what is left over is the engine's to move in: it may not be the only one on this machine.
+    split = len(cores) - (spare + 1) // 2
+    engine, server = (tuple(sorted(cpu for core in some for cpu in core)) for some in (cores[:split], cores[split:]))
+    return Placement(count, engine, server)
+
+
+def place(threads: int | None) -> Placement:
+    """The plan for this process as a server, and for the engine that it starts; threads: what `--threads` says.
+
+    Who has set an OpenMP variable that places threads or says how many there are has a plan of their own: then, and
+    where the system has no affinity masks or does not let us set them, nobody is kept anywhere.
+    """
+    part = not (_bound() or os.environ.get("OMP_NUM_THREADS")) and hasattr(os, "sched_setaffinity")
+    if part:
+        try:
+            os.sched_setaffinity(0, os.sched_getaffinity(0))
+        except OSError:
+            part = False
+    return plan(cores(), cpus(), threads or _told(), part)
+
+
+def keep_to(cpus: Iterable[int]) -> None:
+    """Keep the calling thread, and those that it starts from now on, to `cpus`."""
+    chosen = set(cpus)
+    if chosen != set(allowed()):  # never true of a placement where masks cannot be set
+        os.sched_setaffinity(0, chosen)
+
+
+def threads() -> int:
+    """Threads of an engine without a server: OMP_NUM_THREADS, else one for each core, within the cgroup's quota."""
+    return _told() or min(len(cores()), cpus())
+
+
+def _told() -> int:
+    """OMP_NUM_THREADS: who sets it has a reason, other processes on the same cores mostly. 0: not set."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return min(int(told), 1024) if told.isdecimal() else 0
+
+
+def _bound() -> bool:
+    """Whether the user has OpenMP keep its threads in places."""
+    return any(map(os.environ.get, _BINDING))
+
+
+def allowed() -> list[int]:
+    """CPUs in the calling thread's affinity mask, ascending; where there are no masks, all.
+
+    OpenMP that binds its threads leaves the one that loads it a single CPU: then, what there was before.
+    """
+    return _AT_FIRST if _bound() else _mask()
+
+
+def _mask() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+_AT_FIRST = _mask()
+
+
+def cores() -> list[list[int]]:
+    """The physical cores of `allowed`: their CPUs (hyper-threads), each in one core, ascending. Where the system does
+    not tell, every CPU is a core."""
+    left, found = allowed(), []
+    while left:
+        folder = _TOPOLOGY / f"cpu{left[0]}" / "topology"
+        siblings = _read(folder / "core_cpus_list") or _read(folder / "thread_siblings_list")
+        core = {left[0], *_parse_cpus(siblings)}
+        found.append([cpu for cpu in left if cpu in core])
+        left = [cpu for cpu in left if cpu not in core]
+    return found
+
+
+def list_cpus(cpus: Sequence[int]) -> str:
+    """For people: [0, 1, 2, 5] -> 'CPUs 0-2,5'."""
+    parts: list[list[int]] = []
+    for cpu in cpus:
+        if parts and cpu == parts[-1][-1] + 1:
+            parts[-1][1:] = [cpu]
+        else:
+            parts.append([cpu])
+    return f"CPU{'s' * (len(cpus) != 1)} {','.join('-'.join(map(str, part)) for part in parts)}"
+
+
+def _parse_cpus(text: str) -> Iterator[int]:
+    """'0-2,5' -> 0, 1, 2, 5."""
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal():
+            yield from range(int(first), int(last or first) + 1)
 
 
 def cpus() -> int:
     """CPUs this process may use: the affinity mask, cut to the cgroup's quota (rounded down, at least 1)."""
-    quotas = [affinity()]
+    quotas = [len(allowed())]
     for folder, controller in _cgroups("cpu"):
         if controller:
             quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")

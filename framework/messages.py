@@ -154,6 +154,8 @@ class EngineInfo(msgspec.Struct):
     quantization: str = "none"
     kv_dtype: str = ""
     """Of keys and values: a torch dtype's name."""
+    cpus: list[int] = []
+    """Those that the engine's threads keep to, ascending."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

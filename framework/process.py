@@ -58,12 +58,15 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def spawn(settings: Settings) -> EngineProcess:
-    """Start an engine process. It connects at once, then loads."""
+def spawn(settings: Settings, placement: machine.Placement | None = None) -> EngineProcess:
+    """Start an engine process, on the CPUs of `placement` or else this process's. It connects at once, then loads."""
+    if placement is not None:
+        settings = settings.model_copy(update={"threads": placement.threads})
+    cpus = machine.allowed() if placement is None else placement.engine
     told = msgspec.msgpack.encode(settings.model_dump(mode="json"))  # may raise: nothing to clean up yet
     folder = tempfile.mkdtemp(prefix="framework-")  # mode 0700: nobody else can connect
     address = f"ipc://{folder}/engine"
-    header = msgspec.msgpack.encode({"settings": msgspec.Raw(told), "address": address})
+    header = msgspec.msgpack.encode({"settings": msgspec.Raw(told), "address": address, "cpus": cpus})
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "framework.process"],
         stdin=subprocess.PIPE,
@@ -168,6 +171,8 @@ def main() -> int:
     threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
     channel = Channel(address)
     try:
+        # What talks to the server has its threads already: they stay where the server is.
+        machine.keep_to(header["cpus"])
         return _serve(Settings(**header["settings"]), channel)
     except _Terminated:
         return 0

@@ -151,7 +151,9 @@ class Settings(BaseSettings):
     executor_opt: dict[str, Any] = setting({}, "Execution", "Option of the executor, key=value; repeatable.")
     device: str = setting("auto", "Execution", "auto, cpu, cuda or cuda:N.")
     threads: Annotated[int | None, Field(ge=1, le=1024)] = setting(
-        None, "Execution", "CPU threads of the engine; default: the CPUs this process may use."
+        None,
+        "Execution",
+        "CPU threads of the engine; default: one for each core there is, from 8 on one less.",
     )
 
     plugin: tuple[str, ...] = setting(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from . import machine
 from .checkpoint import display_name, open_checkpoint
 from .defaults import Defaults
 from .engine import Engine
@@ -93,6 +94,7 @@ def build_engine(
         compute_rate=executor.compute_rate,
         quantization=settings.quantization,
         kv_dtype=executor.cache_spec.dtype,
+        cpus=machine.allowed(),
     )
     return engine, info
 

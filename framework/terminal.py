@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from . import __version__
-from .machine import size
+from .machine import list_cpus, size
 from .messages import EngineInfo
 
 _REASONS = {
@@ -84,9 +84,10 @@ def banner(info: EngineInfo, url: str, chat: bool) -> str:
     tokens = info.kv_blocks * info.block_size
     fit = info.kv_blocks // -(-info.max_model_len // info.block_size)
     weights = "" if info.quantization == "none" else f", weights in {info.quantization}"
+    cpus = f" on {list_cpus(info.cpus)}" if info.cpus else ""
     rows = [
         ("model", f"{info.model} ({info.architecture}), {info.dtype}{weights}"),
-        ("device", f"{info.device}, {info.threads} thread{'s' * (info.threads != 1)}"),
+        ("device", f"{info.device}, {info.threads} thread{'s' * (info.threads != 1)}{cpus}"),
         ("plugins", ", ".join(f"{kind} {name}" for kind, name in names)),
         (
             "KV cache",

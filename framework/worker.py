@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -61,10 +60,8 @@ class TorchExecutor(Executor):
     def start(self, progress: Callable[[str, float], None] = lambda stage, share: None) -> Capacity:
         settings, config = self.settings, self.checkpoint.config
         self.device = resolve_device(settings.device)
-        # Who set OMP_NUM_THREADS has a reason: other processes on the same cores, mostly.
-        told = os.environ.get("OMP_NUM_THREADS", "")
         cpus = machine.cpus()
-        self.threads = min(settings.threads or (int(told) if told.isdecimal() else 0) or cpus, 1024)
+        self.threads = settings.threads or machine.threads()
         self.notes: list[str] = []
         if self.threads > cpus:
             self.notes += [f"{self.threads} threads on {cpus} CPUs: fewer are faster; --threads sets their number"]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -20,13 +21,15 @@ from framework.checkpoint import open_checkpoint
 from framework.errors import brief, one_line
 from framework.inputs import InputProcessor
 from framework.log import configure
+from framework.machine import keep_to, place
 from framework.messages import EngineInfo
+from framework.process import spawn
 from framework.registry import Plugins
 from framework.settings import Settings
 from framework.terminal import UI
 
 from .app import create_app
-from .client import EngineClient
+from .client import EngineClient, Spawned
 from .generation import Serving
 from .limits import DRAIN, INTERRUPT, JOIN
 from .protocol import http_config
@@ -41,9 +44,11 @@ def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
     """
     configure(settings.log_level, settings.log_format)
     with bind(settings.host, settings.port) as listener:
+        placement = place(settings.threads)
+        keep_to(placement.server)  # ahead of anything that starts threads
         plugins.activate(settings, engine=False)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Run(settings, plugins, ui, listener).main())
+            return runner.run(_Run(settings, plugins, ui, listener, partial(spawn, placement=placement)).main())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -90,12 +95,19 @@ class _Server(uvicorn.Server):
 class _Run:
     """One run of the server."""
 
-    def __init__(self, settings: Settings, plugins: Plugins, ui: UI, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        plugins: Plugins,
+        ui: UI,
+        listener: socket.socket,
+        spawn: Callable[[Settings], Spawned] = spawn,
+    ) -> None:
         self._settings = settings
         self._plugins = plugins
         self._ui = ui
         self._listener = listener
-        self._client = EngineClient(settings, plugins)
+        self._client = EngineClient(settings, plugins, spawn)
         self._server: _Server | None = None
         self._loading: asyncio.Task[Any] | None = None
         self._opening: threading.Thread | None = None

@@ -338,6 +338,7 @@ INFO = EngineInfo(
     notes=["A note."],
     quantization="int8",
     kv_dtype="int8",
+    cpus=[0, 1, 4],
 )
 
 
@@ -345,7 +346,7 @@ def test_banner() -> None:
     text = banner(INFO, "http://127.0.0.1:8000", chat=True)
     for part in (
         "it's a model (LlamaForCausalLM), bfloat16, weights in int8",
-        "cpu, 2 threads",
+        "cpu, 2 threads on CPUs 0-1,4",
         "scheduler fcfs, kv paged, kernel torch",
         "21 blocks of 16 = 336 tokens in int8 (21.0 KiB); 3 requests of full length fit",
         "at most 100 tokens (all that the KV pool holds",

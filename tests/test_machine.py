@@ -1,4 +1,4 @@
-"""Cgroup limits, of both versions, from files such as the kernel shows."""
+"""Cgroup limits, of both versions, and cores, from files such as the kernel shows; who is placed on which of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from framework import machine
+from framework.machine import Placement, plan
 
 GIB = 2**30
 NO_LIMIT = 0x7FFFFFFFFFFFF000  # what v1 says when there is none
@@ -79,6 +82,100 @@ def test_machine_has_less_than_the_cgroup_allows(mount: Path, monkeypatch: pytes
     write(mount, self="0::/", memory__max=50 * GIB, memory__current=0, cpu__max="1600000 100000")
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=GIB))
     assert (machine.free_memory(), machine.cpus()) == (GIB, 8)
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> list[list[int]]:
+    """Cores of one to four hyper-threads of which a mask leaves some."""
+    width, count = draw(st.integers(1, 4)), draw(st.integers(1, 40))
+    every = [list(range(core, width * count, count)) for core in range(count)]
+    some = draw(st.sets(st.sampled_from(range(width * count)), min_size=1))
+    return [left for core in every if (left := [cpu for cpu in core if cpu in some])]
+
+
+@given(masks(), st.integers(1, 200), st.none() | st.integers(1, 100), st.booleans())
+def test_placements(cores: list[list[int]], quota: int, wanted: int | None, part: bool) -> None:
+    every = {cpu for core in cores for cpu in core}
+    cpus = min(quota, len(every))
+    threads, engine, server = plan(cores, cpus, wanted, part)
+    assert threads == wanted or (wanted is None and 1 <= threads <= min(len(cores), cpus))
+    assert engine and server and every == {*engine, *server} and list(engine) == sorted(engine)
+    parted = part and cpus == len(every) and len(cores) > threads
+    assert set(engine).isdisjoint(server) if parted else engine == server
+    if parted:
+        assert all(set(core) <= set(engine) or set(core) <= set(server) for core in cores)
+        assert sum(set(core) <= set(engine) for core in cores) >= threads
+
+
+def test_the_server_is_left_a_core_where_there_are_many() -> None:
+    def cores(count: int) -> list[list[int]]:
+        return [[core, core + count] for core in range(count)]
+
+    assert plan(cores(1), 2, None) == Placement(1, (0, 1), (0, 1))
+    assert plan(cores(7), 14, None).threads == 7
+    assert plan(cores(8), 16, None) == Placement(7, (*range(7), *range(8, 15)), (7, 15))
+    assert plan(cores(8), 16, 8).threads == 8
+    assert plan(cores(8), 16, 3) == Placement(3, (0, 1, 2, 3, 4, 8, 9, 10, 11, 12), (5, 6, 7, 13, 14, 15))
+    assert plan(cores(64), 10, None) == Placement(9, tuple(range(128)), tuple(range(128)))
+
+
+@pytest.fixture
+def topology(tmp_path: Path, mount: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """8 CPUs of 4 cores, without a quota; what is set as a mask is in `mask`."""
+    for name in (*machine._BINDING, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine, "_TOPOLOGY", tmp_path / "cpu")
+    for cpu in range(8):
+        write(tmp_path / "cpu" / f"cpu{cpu}" / "topology", core_cpus_list=f"{cpu % 4},{cpu % 4 + 4}")
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: None, raising=False)
+    return tmp_path / "cpu"
+
+
+def test_cores(topology: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.cores() == [[0, 4], [1, 5], [2, 6], [3, 7]] and machine.threads() == 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 5, 7})
+    assert machine.cores() == [[1, 5], [2], [7]]
+    for cpu, siblings in ((1, "1-5"), (2, "oops"), (5, None), (7, "")):
+        folder = topology / f"cpu{cpu}" / "topology"
+        (folder / "core_cpus_list").unlink()
+        if siblings is not None:
+            write(folder, thread_siblings_list=siblings)
+    assert machine.cores() == [[1, 2, 5], [7]]
+    monkeypatch.setattr(machine, "_TOPOLOGY", topology / "nowhere")
+    assert machine.cores() == [[1], [2], [5], [7]]
+
+
+def test_who_says_where_threads_run_is_not_overruled(topology: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = tuple(range(8))
+    assert machine.place(3) == Placement(3, (0, 1, 2, 4, 5, 6), (3, 7))
+    for name in (*machine._BINDING, "OMP_NUM_THREADS"):
+        with monkeypatch.context() as set:
+            set.setattr(machine, "_AT_FIRST", list(every))
+            set.setenv(name, "2")
+            assert machine.place(3) == Placement(3, every, every), name
+            assert machine.place(None).threads == (2 if name == "OMP_NUM_THREADS" else 4)
+
+
+def test_where_masks_cannot_be_set(topology: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = tuple(range(8))
+
+    def refused(pid: int, cpus: set[int]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    assert machine.place(3) == Placement(3, every, every)
+    machine.keep_to(every)
+    monkeypatch.delattr(os, "sched_setaffinity")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert machine.place(3) == Placement(3, every, every)
+    machine.keep_to(every)
+
+
+@given(st.sets(st.integers(0, 300), min_size=1).map(sorted))
+def test_lists_of_cpus(cpus: list[int]) -> None:
+    word, _, text = machine.list_cpus(cpus).partition(" ")
+    assert word == ("CPU" if len(cpus) == 1 else "CPUs") and list(machine._parse_cpus(text)) == cpus
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ import psutil
 import pytest
 from serving import eventually
 
+from framework.machine import cores, list_cpus
+
 pytestmark = pytest.mark.slow
 LONG = {"prompt": "The", "ignore_eos": True, "stream": True, "n": 4}
 
@@ -26,13 +28,19 @@ LONG = {"prompt": "The", "ignore_eos": True, "stream": True, "n": 4}
 class Served:
     """A `framework serve` process; `output` is what it printed, stderr included."""
 
-    def __init__(self, model: Path | str, tmp_path: Path, *flags: str) -> None:
+    def __init__(
+        self, model: Path | str, tmp_path: Path, *flags: str, threads: str = "1", mask: set[int] | None = None
+    ) -> None:
         self.log = tmp_path / f"serve-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "framework", "serve", "--model", str(model), "--port", "0", *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": threads}
+        if mask:  # inherited
+            before = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, mask)
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
+        if mask:
+            os.sched_setaffinity(0, before)
         self.url = ""
 
     @property
@@ -61,8 +69,8 @@ class Served:
 
 
 @contextmanager
-def serve(model: Path | str, tmp_path: Path, *flags: str) -> Iterator[Served]:
-    served = Served(model, tmp_path, *flags)
+def serve(model: Path | str, tmp_path: Path, *flags: str, **process: Any) -> Iterator[Served]:
+    served = Served(model, tmp_path, *flags, **process)
     try:
         yield served
     finally:
@@ -151,3 +159,36 @@ def test_errors_are_one_line(tiny_llama: Path, tmp_path: Path) -> None:
             errors = [line for line in served.output.splitlines() if line.startswith("error: ")]
             assert len(errors) == 1 and re.search(expected, errors[0]), served.output
             assert "Traceback" not in served.output
+
+
+def _complete(served: Served) -> None:
+    body = {"prompt": "The", "ignore_eos": True, "max_tokens": 30}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] == 30
+
+
+def test_one_core(tiny_llama: Path, tmp_path: Path) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    with serve(tiny_llama, tmp_path, threads="", mask={cpu}) as served:
+        served.ready()
+        assert f", 1 thread on CPU {cpu}\n" in served.output
+        _complete(served)
+        (engine,) = served.engines()
+        assert engine.cpu_affinity() == psutil.Process(served.process.pid).cpu_affinity() == [cpu]
+        assert served.stop(signal.SIGTERM) == 0
+
+
+@pytest.mark.skipif(len(cores()) < 2, reason="needs two cores")
+def test_the_server_keeps_off_the_cores_of_the_engine(tiny_llama: Path, tmp_path: Path) -> None:
+    engine_core, server_core = cores()[:2]
+    mask = {*engine_core, *server_core}
+    with serve(tiny_llama, tmp_path, "--threads", "1", threads="", mask=mask) as served:
+        served.ready()
+        _complete(served)
+        server = psutil.Process(served.process.pid)
+        (engine,) = served.engines()
+        assert (engine.cpu_affinity(), server.cpu_affinity()) == (engine_core, server_core)
+        assert f", 1 thread on {list_cpus(engine_core)}\n" in served.output
+        for thread in server.threads():
+            assert os.sched_getaffinity(thread.id) == set(server_core)
+        assert served.stop(signal.SIGTERM) == 0

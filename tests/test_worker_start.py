@@ -32,6 +32,7 @@ def test_start_reports_what_it_found(tiny_llama: Path) -> None:
 
 def test_more_threads_than_cpus_are_noted(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("framework.machine.cpus", lambda: 2)
+    monkeypatch.setattr("framework.machine.cores", lambda: [[0], [1]])
     noted = []
     for threads, told in ((1, "9"), (2, "9"), (3, "9"), (None, ""), (None, "0"), (None, "9" * 20)):
         monkeypatch.setenv("OMP_NUM_THREADS", told)
@@ -79,8 +80,9 @@ def test_fraction_is_of_the_free_memory(tiny_llama: Path, monkeypatch: pytest.Mo
 
 
 def test_threads(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--threads, then OMP_NUM_THREADS, then the CPUs of this process."""
+    """--threads, then OMP_NUM_THREADS, then one for each core, within the quota."""
     monkeypatch.setattr("framework.machine.cpus", lambda: 3)
+    monkeypatch.setattr("framework.machine.cores", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
     before = torch.get_num_threads()
     for told, option, expected in (("", None, 3), ("2", None, 2), ("2", 1, 1)):
         monkeypatch.setenv("OMP_NUM_THREADS", told)
