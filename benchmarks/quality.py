@@ -34,13 +34,15 @@ from framework.settings import Settings  # noqa: E402
 from framework.worker import TorchExecutor  # noqa: E402
 
 BASE = "cpu bfloat16"
+CPU: dict[str, Any] = {"kernel": "cpu", "dtype": "bfloat16", "kernel_opt": {"gguf": "widened"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "torch float32": {"kernel": "torch", "dtype": "float32"},
     "torch bfloat16": {"kernel": "torch", "dtype": "bfloat16"},
-    BASE: {"kernel": "cpu", "dtype": "bfloat16"},
-    "int8 weights": {"kernel": "cpu", "dtype": "bfloat16", "quantization": "int8"},
-    "int8 cache": {"kernel": "cpu", "dtype": "bfloat16", "kv_dtype": "int8"},
-    "int8 weights and cache": {"kernel": "cpu", "dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},
+    BASE: CPU,
+    "packed weights": {"kernel": "cpu", "dtype": "bfloat16"},
+    "int8 weights": CPU | {"quantization": "int8"},
+    "int8 cache": CPU | {"kv_dtype": "int8"},
+    "int8 weights and cache": CPU | {"quantization": "int8", "kv_dtype": "int8"},
 }
 """The first is what the others are compared with."""
 CHUNK, BLOCK = 128, 16

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "blocks.h"
 #include "elementwise.h"
 #include "int8.h"
 #include "linear.h"
@@ -14,7 +15,8 @@ namespace ISA {
 
 template <class D>
 constexpr Kernels table = {STRING(ISA), pack<D>, linear<D>, rmsnorm<typename D::T>, silu_mul<typename D::T>,
-                           rope_store<D>, attention<D>, pack_int8<typename D::T>, linear_int8<typename D::T>};
+                           rope_store<D>, attention<D>, pack_int8<typename D::T>, linear_int8<typename D::T>,
+                           pack_blocks, linear_blocks<typename D::T>, embed_blocks<typename D::T>};
 
 extern const Kernels* const kernels[2];
 const Kernels* const kernels[2] = {&table<DotF32>, &table<DotBF16>};

@@ -45,6 +45,9 @@ struct Attention {
   int32_t* remaining;  // per counter
 };
 
+// How rows of a weight that is to be kept in blocks are given: as GGML has them, under its numbers.
+enum class Format { F32 = 0, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, Q4_K = 12 };
+
 struct Kernels {
   const char* name;
   void (*pack)(int threads, const Matrix& weight, uint32_t* words);
@@ -61,4 +64,12 @@ struct Kernels {
   void (*pack_int8)(int threads, const Matrix& weight, uint32_t* words, float* scales);
   void (*linear_int8)(int threads, const Matrix& x, const uint32_t* words, const float* scales, int64_t n,
                       const void* bias, void* y);
+  // Weights in blocks of 32, see blocks.h. rows: pitch in bytes, columns in values; they become columns `first` and on.
+  void (*pack_blocks)(int threads, Format format, const Matrix& rows, int64_t first, bool nibbles, uint32_t* words,
+                      uint16_t* numbers);
+  void (*linear_blocks)(int threads, const Matrix& x, bool nibbles, const uint32_t* words, const uint16_t* numbers,
+                        int64_t n, const void* bias, void* y);
+  // y [count][k] = the columns that `tokens` name.
+  void (*embed_blocks)(int threads, const int64_t* tokens, int64_t count, int64_t k, bool nibbles,
+                       const uint32_t* words, const uint16_t* numbers, void* y);
 };

@@ -85,16 +85,57 @@ std::tuple<Tensor, Tensor> pack_int8(const Tensor& weight, int64_t isa) {
   return {words, scales};
 }
 
-// With scales, the weight is of bytes.
+// Rows of a weight in blocks of 32 to columns `first` and on: data is what the file has of them, uint8 [rows, bytes], or
+// float32 [rows, k]. words: uint8 [n / 16, k / 8, 16, 4] for halves of bytes or int8 [n / 16, k / 4, 16, 4];
+// numbers: float16 [n / 16, k / 32, 2 or 1, 16].
+void pack_blocks(const Tensor& data, int64_t format, int64_t first, Tensor words, Tensor numbers, int64_t isa) {
+  TORCH_CHECK(isa >= 0 && isa < int64_t(std::size(tables)), "no such instruction set");
+  const bool nibbles = words.scalar_type() == at::kByte;
+  const int64_t k = words.size(1) * (nibbles ? 8 : 4), groups = words.size(0);
+  const std::pair<int64_t, int64_t> sizes[] = {{2, 18}, {3, 20}, {8, 34}, {12, 144}, {0, 128}};  // bytes of a block
+  const auto* known = std::find_if(std::begin(sizes), std::end(sizes), [&](auto one) { return one.first == format; });
+  TORCH_CHECK(known != std::end(sizes) && (!nibbles || (format && format != 8)), "no format to keep in these words");
+  const int64_t values = format == 12 ? 256 : 32, bytes = data.size(1) * data.element_size();
+  TORCH_CHECK(data.dim() == 2 && data.is_contiguous() && data.scalar_type() == (format ? at::kByte : at::kFloat) &&
+                  k % values == 0 && bytes == k / values * known->second,
+              "rows of ", k, " values are not what the data holds");
+  TORCH_CHECK(words.is_contiguous() && numbers.is_contiguous() && numbers.scalar_type() == at::kHalf &&
+              numbers.numel() == groups * k / 32 * 16 * (nibbles ? 2 : 1) && first >= 0 &&
+              first + data.size(0) <= groups * 16);
+  tables[isa][0]->pack_blocks(at::get_num_threads(), Format(format), {data.const_data_ptr(), data.size(0), k, bytes},
+                              first, nibbles, static_cast<uint32_t*>(words.data_ptr()),
+                              static_cast<uint16_t*>(numbers.data_ptr()));
+}
+
+const uint16_t* halves(const Tensor& x) { return reinterpret_cast<const uint16_t*>(data<at::Half>(x)); }
+
+// int64 [tokens] -> [tokens, k] from a weight of n rows in blocks.
+Tensor embed(const Tensor& tokens, const Tensor& words, const Tensor& numbers, int64_t n, at::ScalarType dtype,
+             int64_t isa) {
+  const bool nibbles = words.scalar_type() == at::kByte;
+  const int64_t k = words.size(1) * (nibbles ? 8 : 4), count = tokens.numel();
+  TORCH_CHECK(words.is_contiguous() && words.size(0) == (n + 15) / 16 &&
+              numbers.numel() == words.size(0) * k / 32 * 16 * (nibbles ? 2 : 1));
+  const int64_t* ids = data<int64_t>(tokens);
+  TORCH_CHECK(std::all_of(ids, ids + count, [&](int64_t id) { return id >= 0 && id < n; }), "a token is out of range");
+  Tensor y = at::empty({count, k}, words.options().dtype(dtype));
+  kernels(isa, y).embed_blocks(at::get_num_threads(), ids, count, k, nibbles,
+                               static_cast<const uint32_t*>(words.const_data_ptr()), halves(numbers), y.data_ptr());
+  return y;
+}
+
+// With scales, the weight is of bytes; with those of float16, in blocks.
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scales, int64_t n,
               const OptionalTensor& bias, int64_t isa) {
   const Kernels& table = kernels(isa, x);
-  const int64_t per = scales ? 4 : 4 / x.element_size();
+  const bool blocks = scales && scales->scalar_type() == at::kHalf;
+  const bool nibbles = blocks && weight.scalar_type() == at::kByte;
+  const int64_t per = nibbles ? 8 : scales ? 4 : 4 / x.element_size();
   TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() && x.dim() == 2 && weight.size(0) == (n + 15) / 16 &&
                   weight.size(1) == (x.size(1) + per - 1) / per &&
-                  weight.scalar_type() == (scales ? at::kChar : x.scalar_type()),
+                  (nibbles || weight.scalar_type() == (scales ? at::kChar : x.scalar_type())),
               "the weight was packed for another product");
-  TORCH_CHECK(!scales || scales->numel() == weight.size(0) * 16);
+  TORCH_CHECK(!scales || scales->numel() == weight.size(0) * 16 * (blocks ? x.size(1) / 32 * (nibbles ? 2 : 1) : 1));
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == n && bias->scalar_type() == x.scalar_type()));
   Tensor y = at::empty({x.size(0), n}, x.options());
   if (!y.numel()) return y;
@@ -102,7 +143,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scale
   const Matrix rows = matrix(flat);
   const uint32_t* words = static_cast<const uint32_t*>(weight.const_data_ptr());
   const void* b = bias ? bias->const_data_ptr() : nullptr;
-  if (scales)
+  if (blocks)
+    table.linear_blocks(at::get_num_threads(), rows, nibbles, words, halves(*scales), n, b, y.data_ptr());
+  else if (scales)
     table.linear_int8(at::get_num_threads(), rows, words, data<float>(*scales), n, b, y.data_ptr());
   else
     table.linear(at::get_num_threads(), rows, words, n, b, y.data_ptr());
@@ -192,6 +235,8 @@ TORCH_LIBRARY(framework_cpu, m) {
   m.def("isas() -> str[]", isas);
   m.def("pack(Tensor weight, int isa) -> Tensor");
   m.def("pack_int8(Tensor weight, int isa) -> (Tensor, Tensor)");
+  m.def("pack_blocks(Tensor data, int format, int first, Tensor(a!) words, Tensor(b!) numbers, int isa) -> ()");
+  m.def("embed(Tensor tokens, Tensor words, Tensor numbers, int n, ScalarType dtype, int isa) -> Tensor");
   m.def("linear(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, int isa) -> Tensor");
   m.def(
       "qkv(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, int q, int k, int isa) "
@@ -210,6 +255,8 @@ TORCH_LIBRARY(framework_cpu, m) {
 TORCH_LIBRARY_IMPL(framework_cpu, CPU, m) {
   m.impl("pack", pack);
   m.impl("pack_int8", pack_int8);
+  m.impl("pack_blocks", pack_blocks);
+  m.impl("embed", embed);
   m.impl("linear", linear);
   m.impl("qkv", qkv);
   m.impl("rmsnorm", rmsnorm);
