@@ -94,13 +94,15 @@ class Quantized(NamedTuple):
     """Rows of a matrix as a checkpoint stores them.
 
     format: the ggml type's name, such as "Q4_K". data: uint8 [rows, bytes of a row], contiguous; may be memory-mapped.
-    columns: values of a row. widen: makes float32 [rows, columns] of such data.
+    columns: values of a row. widen: makes float32 [rows, columns] of such data. identity: text that no other rows have,
+    whatever file they are read from; asking may take as long as reading the whole file.
     """
 
     format: str
     data: torch.Tensor
     columns: int
     widen: Callable[[torch.Tensor], torch.Tensor]
+    identity: Callable[[], str]
 
     @property
     def shape(self) -> tuple[int, int]:

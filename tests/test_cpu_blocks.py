@@ -39,7 +39,9 @@ def part(rows: int, columns: int, kind: str, seed: int = 0) -> tuple[Quantized, 
         with np.errstate(invalid="ignore"):
             return torch.from_numpy(ggml.dequantize(data.numpy(), kind)).float()
 
-    return Quantized(kind, torch.from_numpy(data), columns, widen), torch.from_numpy(ggml.dequantize(data, kind))
+    return Quantized(kind, torch.from_numpy(data), columns, widen, lambda: f"{kind} {seed}"), torch.from_numpy(
+        ggml.dequantize(data, kind)
+    )
 
 
 def integers(rows: int, columns: int) -> torch.Tensor:

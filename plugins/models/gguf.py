@@ -128,10 +128,14 @@ class GGUFCheckpoint(Checkpoint):
             if info.kind.name in formats and len(info.shape) == 2:
                 rows = torch.from_numpy(_rows(data, info))
                 rows = rows if turned is None else _interleaved_to_halves(rows, turned)
-                yield hf_name, Quantized(info.kind.name, rows, info.shape[1], partial(_widen, info))
+                identity = partial(self._identity, hf_name)
+                yield hf_name, Quantized(info.kind.name, rows, info.shape[1], partial(_widen, info), identity)
             else:
                 tensor = _read(data, info, torch)
                 yield hf_name, tensor if turned is None else _interleaved_to_halves(tensor, turned)
+
+    def _identity(self, name: str) -> str:
+        return f"{self._file.content_hash()} {name}"
 
     def tokenizer(self) -> Tokenizer:
         try:

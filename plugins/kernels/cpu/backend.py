@@ -15,7 +15,7 @@ import torch
 from framework import CacheGroup, Meta, Quantized, ReferenceBackend, Rope, Support
 from framework.log import get_logger
 
-from . import CpuOptions
+from . import CpuOptions, weights
 from .build import BuildError, load
 
 PAGE = 16
@@ -125,17 +125,27 @@ class CpuBackend(ReferenceBackend):
         """In 4 bits where all parts are, else in 8: those of 4 are then rounded to the nearest of these."""
         isa, rows, columns = self._isa, sum(part.shape[0] for part in parts), parts[0].columns
         nibbles = all(part.format in EXACT and part.format != "Q8_0" for part in parts)
-        groups = -(-rows // 16)
-        words = torch.zeros(
-            groups, columns // (8 if nibbles else 4), 16, 4, dtype=torch.uint8 if nibbles else torch.int8
-        )
-        scales = torch.zeros(groups, columns // 32, 2 if nibbles else 1, 16, dtype=torch.float16)
-        begin = 0
-        for part in parts:
-            kept = EXACT.get(part.format, 0)
-            for first, data in [(0, part.data)] if kept else part.widened():
-                torch.ops.framework_cpu.pack_blocks(data, kept, begin + first, words, scales, isa)
-            begin += part.shape[0]
+        groups, numbers = -(-rows // 16), 2 if nibbles else 1
+        shapes = [
+            ((groups, columns // (8 if nibbles else 4), 16, 4), torch.uint8 if nibbles else torch.int8),
+            ((groups, columns // 32, numbers, 16), torch.float16),
+        ]
+
+        def fill(tensors: list[torch.Tensor]) -> None:
+            begin = 0
+            for part in parts:
+                known = EXACT.get(part.format, 0)
+                for first, data in [(0, part.data)] if known else part.widened():
+                    torch.ops.framework_cpu.pack_blocks(data, known, begin + first, *tensors, isa)
+                begin += part.shape[0]
+
+        # The exact formats are put in order faster than a file of them is hashed.
+        if rows * columns >= weights.LEAST and any(part.format in ROUNDED for part in parts):
+            names = [part.identity() for part in parts]
+            words, scales = weights.kept([_isas()[isa], *names], shapes, fill)
+        else:
+            words, scales = tensors = [torch.zeros(shape, dtype=kind) for shape, kind in shapes]
+            fill(tensors)
         return PackedLinear(words, rows, bias, scales, dtype)
 
     def embed(self, tokens: torch.Tensor, weight: Any) -> torch.Tensor:
