@@ -24,7 +24,7 @@ from framework.machine import cache_folder, size
 
 from .build import SOURCES, locked
 
-LEAST = 1 << 20
+LEAST = 1 << 18
 """Values of a weight that is worth a file."""
 SPARE = 1 << 30
 """Bytes that are left free on the disk."""
