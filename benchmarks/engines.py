@@ -88,7 +88,7 @@ def framework(setup: Setup) -> tuple[Run, About, Callable[[], float]]:
 
     info, model = llm.info, llm.engine.executor.model  # type: ignore[attr-defined]
     weights = sum(
-        t.numel() * t.element_size() for part in (model._layers, model._norm, model._head) for t in held(part)
+        t.numel() * t.element_size() for part in (model._decoder.layers, model._norm, model._head) for t in held(part)
     )
     read = weights + info.block_bytes / info.block_size * (PROMPT + OUTPUT / 2)
     settings = f"{info.dtype}, kernel {info.providers['kernel']}, weights {info.quantization}, keys and values "

@@ -6,7 +6,8 @@
 The backends take turns within each repetition, with random weights, and the fastest of each is printed: on a shared
 machine the others say more of the neighbours. With one thread its CPU time is taken, which they change little. Weights
 and caches are more than fit in the CPU's caches, and used in turn. Kernel int8 is cpu with weights in 8 bits, kv8 with
-keys and values; bytes are counted as those of --dtype.
+keys and values; q8_0, q4_0 and so on have weights as a GGUF file of that type has them. Bytes are counted as those of
+--dtype.
 Limits are measured in the same run: reading memory, and torch's product of two large matrices.
 """
 
@@ -24,6 +25,7 @@ from framework.machine import prepare_environment
 
 prepare_environment()
 
+import gguf  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from framework.plugins.kernels.cpu import CpuOptions  # noqa: E402
@@ -32,7 +34,7 @@ from framework.plugins.kernels.torch_backend import TorchBackend  # noqa: E402
 from framework.plugins.models.llama import Llama  # noqa: E402
 from msgspec import structs  # noqa: E402
 
-from framework import Batch, KernelBackend, ModelSpec  # noqa: E402
+from framework import Batch, KernelBackend, ModelSpec, Quantized  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -45,6 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CPU = torch.device("cpu")
+STORED = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
 
 
 def limits(dtype: torch.dtype) -> tuple[float, float, torch.dtype]:
@@ -66,22 +69,33 @@ def batch(starts: list[int], lens: list[int], size: int = 16) -> tuple[Batch, in
     return Batch(np.array(starts, np.int32), np.array(lens, np.int32), (table,), asks, size), sum(blocks)
 
 
-class Bench:
-    """One model on one backend."""
+def quantized(weight: torch.Tensor, name: str) -> Quantized:
+    kind = gguf.GGMLQuantizationType[name]
+    data = torch.from_numpy(gguf.quantize(weight.numpy(), kind))
+    return Quantized(
+        name, data, weight.shape[1], lambda rows: torch.from_numpy(gguf.dequantize(rows.numpy(), kind)), lambda: ""
+    )
 
-    def __init__(self, backend: KernelBackend, config: dict[str, Any], dtype: torch.dtype, kv: torch.dtype) -> None:
-        self.backend, self.dtype, self.kv = backend, dtype, kv
+
+class Bench:
+    """One model on one backend. stored: the ggml type of its weights, or none."""
+
+    def __init__(
+        self, backend: KernelBackend, config: dict[str, Any], dtype: torch.dtype, kv: torch.dtype, stored: str
+    ) -> None:
+        self.backend, self.dtype, self.kv, self.stored = backend, dtype, kv, stored
         self.spec = Llama.spec(config)
         self.model = Llama(self.spec, backend, dtype, CPU)
         self.model.load(self._tensors(config))
         (self.group,) = self.model.cache_spec(16).groups
 
-    def _tensors(self, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
         generator = torch.Generator().manual_seed(1)
         for target in self.model._targets():
             for name, (is_bias, _, rows) in target.parts.items():
                 shape = (rows,) if is_bias or len(target.shape) == 1 else (rows, target.shape[1])
-                yield name, torch.randn(shape, generator=generator) * 0.02 + (1 if name.endswith("norm.weight") else 0)
+                weight = torch.randn(shape, generator=generator) * 0.02 + (1 if name.endswith("norm.weight") else 0)
+                yield name, quantized(weight, self.stored) if self.stored and weight.dim() == 2 else weight
 
     def step(self, starts: list[int], lens: list[int]) -> tuple[Callable[[], object], int]:
         one, blocks = batch(starts, lens)
@@ -100,7 +114,7 @@ class Bench:
 
     def linear(self, m: int, n: int, k: int) -> tuple[Callable[[], object], int]:
         count = max(1, COLD // (n * k * self.dtype.itemsize)) if m < 256 else 1
-        weights = [self.backend.pack("linear", torch.randn(n, k).mul_(0.1).to(self.dtype)) for _ in range(count)]
+        weights = [self._pack(torch.randn(n, k).mul_(0.1)) for _ in range(count)]
         x = torch.randn(m, k).to(self.dtype)
 
         def work() -> None:
@@ -108,6 +122,11 @@ class Bench:
                 self.backend.linear(x, weight)
 
         return work, count
+
+    def _pack(self, weight: torch.Tensor) -> Any:
+        if self.stored:
+            return self.backend.pack_quantized("linear", [quantized(weight, self.stored)], self.dtype)
+        return self.backend.pack("linear", weight.to(self.dtype))
 
     def attention(self, starts: list[int], lens: list[int]) -> tuple[Callable[[], object], int]:
         one, blocks = batch(starts, lens)
@@ -169,13 +188,17 @@ def main() -> None:
         "torch": TorchBackend,
         **dict.fromkeys(("cpu", "kv8"), lambda: CpuBackend(isa)),
         "int8": lambda: CpuBackend(isa, "int8"),
+        **dict.fromkeys(STORED, lambda: CpuBackend(isa)),
     }
     kv = {"kv8": torch.int8}
     with torch.inference_mode():
         read, flops, kind = limits(dtype)
         print(f"{options.shape}, {options.dtype}, {options.threads} threads; limits measured: {read:.0f} GB/s, "
               f"{flops:.0f} GFLOP/s in {kind}")  # fmt: skip
-        benches = {name: Bench(made[name](), config, dtype, kv.get(name, dtype)) for name in options.kernels.split(",")}
+        benches = {
+            name: Bench(made[name](), config, dtype, kv.get(name, dtype), STORED.get(name, ""))
+            for name in options.kernels.split(",")
+        }
         batches = [int(size) for size in options.batches.split(",")]
         some = cases(Llama.spec(config), dtype.itemsize, batches, options.context, options.prompt)
         some = (case for case in some if options.only in ("", case.kind))

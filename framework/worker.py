@@ -80,7 +80,8 @@ class TorchExecutor(Executor):
         assert self.model is not None
         loaded, total = itertools.count(1), max(1, self.checkpoint.num_tensors)
         progress("load weights", 0.0)
-        self.model.load(self.checkpoint.tensors(), lambda: progress("load weights", min(1.0, next(loaded) / total)))
+        tensors = self.checkpoint.stored(self.model.formats)
+        self.model.load(tensors, lambda: progress("load weights", min(1.0, next(loaded) / total)))
         spec = self.model.cache_spec(settings.block_size)
         if settings.kv_dtype != "auto":
             spec = replace(spec, dtype=settings.kv_dtype)

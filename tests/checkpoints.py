@@ -9,7 +9,9 @@ import functools
 import io
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 CORPUS = [
@@ -238,12 +240,21 @@ _GGUF_NAMES = {
 }
 
 
-def tiny_gguf(dir: Path, source_checkpoint: Path, quant: str = "F32", *, pre: str | None = None) -> Path:
+def tiny_gguf(
+    dir: Path,
+    source_checkpoint: Path,
+    quant: str = "F32",
+    *,
+    kinds: Mapping[str, str] = MappingProxyType({}),
+    pre: str | None = None,
+) -> Path:
     """Convert a `tiny_checkpoint` as llama.cpp's converter does and return the file.
 
-    `quant` is a GGMLQuantizationType that the gguf package can quantise to; tensors whose rows do not divide
-    into blocks, norms and biases stay F32. `pre` is tokenizer.ggml.pre (default: gpt-2).
+    `quant` is a GGMLQuantizationType that `ggml.quantize` knows; tensors whose rows do not divide into blocks, norms
+    and biases stay F32. `kinds`: another one, for tensors whose last name before .weight this is. `pre` is
+    tokenizer.ggml.pre (default: gpt-2).
     """
+    import ggml
     import gguf
     import numpy as np
     from safetensors.torch import load_file
@@ -273,7 +284,6 @@ def tiny_gguf(dir: Path, source_checkpoint: Path, quant: str = "F32", *, pre: st
     _add_rope(writer, rope, head_dim)
     _add_tokenizer(writer, source_checkpoint, config["vocab_size"], pre)
 
-    kind = gguf.GGMLQuantizationType[quant]
     tensors = {}
     for shard in sorted(source_checkpoint.glob("*.safetensors")):
         tensors |= load_file(shard)
@@ -284,10 +294,12 @@ def tiny_gguf(dir: Path, source_checkpoint: Path, quant: str = "F32", *, pre: st
                 array = (
                     array.reshape(n, 2, array.shape[0] // n // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
                 )
+        part = _gguf_name(name).rpartition(".")[0].rpartition(".")[2]
+        kind = gguf.GGMLQuantizationType[kinds.get(part, quant)]
         if array.ndim == 1 or array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(_gguf_name(name), np.ascontiguousarray(array, np.float32))
         else:
-            packed = gguf.quants.quantize(np.ascontiguousarray(array, np.float32), kind)
+            packed = ggml.quantize(np.ascontiguousarray(array, np.float32), kind.name)
             writer.add_tensor(_gguf_name(name), packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

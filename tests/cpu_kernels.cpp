@@ -77,7 +77,7 @@ static void linear(const Kernels& table, int threads, int m, int k, int n, bool 
   Buffer<uint32_t> words(size_t((n + 15) / 16) * ((k + per - 1) / per) * 16, 0);
   table.pack(threads, {weight.data.get(), n, k, k}, words.data.get());
   Buffer<float> wide(size_t(m) * n);
-  const Weight packed{words.data.get(), nullptr, n, with_bias ? bias.data.get() : nullptr};
+  const Weight packed{words.data.get(), nullptr, n, with_bias ? bias.data.get() : nullptr, Packing::plain};
   table.linear(threads, {{x.data.get(), m, k, k}, packed, y.data.get(), false});
   table.linear(threads, {{x.data.get(), m, k, k}, packed, wide.data.get(), true});
   for (int i = 0; i < m; i++)
@@ -98,7 +98,7 @@ static void linear_int8(const Kernels& table, int threads, int m, int k, int n, 
   Buffer<uint32_t> words(groups * ((k + 3) / 4) * 16, 0);
   Buffer<float> scales(groups * 16, NAN);
   table.pack_int8(threads, {weight.data.get(), n, k, k}, words.data.get(), scales.data.get());
-  const Weight packed{words.data.get(), scales.data.get(), n, with_bias ? bias.data.get() : nullptr};
+  const Weight packed{words.data.get(), scales.data.get(), n, with_bias ? bias.data.get() : nullptr, Packing::bytes};
   table.linear(threads, {{x.data.get(), m, k, k}, packed, y.data.get(), false});
   for (int i = 0; i < m; i++)
     for (int j = 0; j < n; j++) {
@@ -106,6 +106,75 @@ static void linear_int8(const Kernels& table, int threads, int m, int k, int n, 
       for (int l = 0; l < k; l++) sum += double(x[i * k + l]) * double(weight[j * k + l]);
       near<T>(y[i * n + j], sum, 100, std::string(table.name) + " linear_int8 " + std::to_string(k));
     }
+}
+
+// Random bytes of a format, in which no scale of float16 is far from 1 or no number.
+static Buffer<uint8_t> rows_of(Format format, int rows, int blocks) {
+  const bool k = format == Format::Q4_K;
+  const int size = format == Format::Q4_0 ? 18 : format == Format::Q4_1 ? 20 : format == Format::Q8_0 ? 34 : 144;
+  Buffer<uint8_t> data(size_t(rows) * blocks / (k ? 8 : 1) * size, 0);
+  for (size_t i = 0; i < data.count; i++) {
+    const size_t at = i % size, scales = k || format == Format::Q4_1 ? 4 : 2;
+    data[i] = uint8_t(at >= scales ? below(256) : at % 2 ? 0x30 + below(12) : below(256));
+  }
+  return data;
+}
+
+// What the bytes mean, written down anew from the description of the formats.
+static double value(Format format, const uint8_t* row, int i) {
+  auto half = [](const uint8_t* p) {
+    return (1 + (p[0] | (p[1] & 3) << 8) / 1024.0) * std::ldexp(1, (p[1] >> 2) - 15);
+  };
+  const int b = i / 32, v = i % 32;
+  auto nibble = [&](const uint8_t* q) { return v < 16 ? q[v] & 15 : q[v - 16] >> 4; };
+  if (format == Format::Q8_0) return half(row + b * 34) * int8_t(row[b * 34 + 2 + v]);
+  if (format == Format::Q4_0) return half(row + b * 18) * (nibble(row + b * 18 + 2) - 8);
+  if (format == Format::Q4_1) return half(row + b * 20) * nibble(row + b * 20 + 4) + half(row + b * 20 + 2);
+  row += b / 8 * 144;
+  const int s = b % 8;
+  const uint8_t *six = row + 4, byte = row[16 + s / 2 * 32 + v];
+  const int scale = s < 4 ? six[s] % 64 : six[s + 4] % 16 + six[s - 4] / 64 * 16;
+  const int least = s < 4 ? six[s + 4] % 64 : six[s + 4] / 16 + six[s] / 64 * 16;
+  return half(row) * scale * (s % 2 ? byte / 16 : byte % 16) - half(row + 2) * least;
+}
+
+template <class T>
+static void blocks(const Kernels& table, int threads, int m, int k, int n, bool with_bias, Format format,
+                   bool nibbles) {
+  Buffer<T> x(size_t(m) * k), bias(n), y(size_t(m) * n);
+  for (int i = 0; i < m * k; i++) x[i] = T(i % k % 32 ? below(255) - 127 : 127);
+  const size_t groups = (n + 15) / 16, some = groups * 16 * k / 32;
+  Buffer<uint32_t> words(some * (nibbles ? 4 : 8), 0);
+  Buffer<uint16_t> numbers(some * (nibbles ? 2 : 1), 0);
+  std::vector<double> weight;
+  for (int first = 0, rows = (n + 2) / 3; first < n; first += rows, rows = std::min(rows, n - first)) {  // in parts
+    Buffer<uint8_t> data = rows_of(format, rows, k / 32);
+    const int pitch = int(data.count / rows);
+    table.pack_blocks(threads, format, {data.data.get(), rows, k, pitch}, first, nibbles, words.data.get(),
+                      numbers.data.get());
+    for (int i = 0; i < rows * k; i++) weight.push_back(value(format, data.data.get() + i / k * pitch, i % k));
+  }
+  const Weight packed{words.data.get(), numbers.data.get(), n, with_bias ? bias.data.get() : nullptr,
+                      nibbles ? Packing::nibbles : Packing::blocks};
+  table.linear(threads, {{x.data.get(), m, k, k}, packed, y.data.get(), false});
+  const std::string name = std::string(table.name) + " blocks of format " + std::to_string(int(format));
+  const bool exact = nibbles ? format != Format::Q4_K : format == Format::Q8_0;
+  for (int i = 0; i < m; i++)
+    for (int j = 0; j < n; j++) {
+      double sum = with_bias ? double(bias[j]) : 0, squares = 0;
+      for (int l = 0; l < k; l++) {
+        sum += double(x[i * k + l]) * weight[j * k + l];
+        squares += weight[j * k + l] * weight[j * k + l];
+      }
+      near<T>(y[i * n + j], sum, 127 * std::sqrt(squares), name, exact ? 0 : 0.02);
+    }
+  Buffer<int64_t> tokens(m, 0);
+  for (int i = 0; i < m; i++) tokens[i] = below(n);
+  Buffer<T> rows(size_t(m) * k);
+  table.embed(threads, tokens.data.get(), m, k, packed, rows.data.get());
+  for (int i = 0; i < m; i++)
+    for (int l = 0; l < k; l++)
+      near<T>(rows[i * k + l], weight[tokens[i] * k + l], exact ? 100 : 1000, name + " embedded", exact ? 0 : 0.005);
 }
 
 template <class T>
@@ -235,6 +304,10 @@ template <class T>
 static void all(const Kernels& table, int threads) {
   for (auto [m, k, n] : {std::tuple{1, 64, 96}, {5, 20, 7}, {33, 97, 64}, {1, 1, 1}, {13, 1031, 85}, {100, 130, 300}})
     linear<T>(table, threads, m, k, n, m % 2), linear_int8<T>(table, threads, m, k, n, m % 2);
+  for (auto [m, k, n] : {std::tuple{1, 256, 96}, {5, 512, 7}, {33, 256, 64}, {13, 768, 85}, {100, 256, 130}})
+    for (Format format : {Format::Q8_0, Format::Q4_0, Format::Q4_1, Format::Q4_K})
+      for (bool nibbles : {false, true})
+        if (!nibbles || format != Format::Q8_0) blocks<T>(table, threads, m, k, n, m % 2, format, nibbles);
   for (int size : {1, 7, 20, 64, 577}) element_wise<T>(table, threads, 23, size);
   const std::vector<Span> mixed = {{20, 1}, {0, 33}, {5, 6}, {16, 20}, {63, 1}, {8, 6}};
   for (auto [heads, kv_heads, size] : {std::tuple{4, 2, 16}, {9, 3, 64}, {6, 1, 21}, {14, 2, 80}, {71, 1, 34}})

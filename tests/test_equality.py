@@ -195,7 +195,7 @@ def demo_references(demo_model: Path) -> list[Reference]:
 @pytest.mark.parametrize("case", ["alone", "whole", "chunks of 1", "chunks of 7", "chunks of 16"])
 def test_demo(demo_model: Path, demo_references: list[Reference], case: str) -> None:
     """The demo weights in float32: a real model, whose best logits are often close."""
-    flags: dict[str, Any] = {}
+    flags: dict[str, Any] = {"kernel": "cpu", "kernel_opt": {"gguf": "widened"}}
     if case.startswith("chunks"):
         flags |= {"scheduler": "chunked", "scheduler_opt": {"size": int(case.split()[-1])}}
         flags["plugins"] = [("chunked", Chunked())]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from functools import partial
+from math import prod
 from random import Random
 from typing import Any, ClassVar
 

@@ -1,9 +1,10 @@
-"""GGUF files: metadata and tensors in Hugging Face's terms, dequantised by the gguf package."""
+"""GGUF files: metadata and tensors in Hugging Face's terms, as they are stored or dequantised by the gguf package."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import gguf
 import msgspec
 import numpy as np
 
-from framework import Checkpoint, FrameworkError, ModelError, Tokenizer
+from framework import Checkpoint, FrameworkError, ModelError, Quantized, Tokenizer
 from framework.checkpoint import expect
 
 from .gguf_file import GGUFFile, TensorInfo
@@ -105,6 +106,11 @@ class GGUFCheckpoint(Checkpoint):
         return len(self._file.tensors) - (_ROPE_FACTORS in self._file.tensors)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.stored(()):
+            assert not isinstance(tensor, Quantized)
+            yield name, tensor
+
+    def stored(self, formats: Collection[str]) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
         import torch
 
         # Copy-on-write, as torch has no read-only tensors; nothing is written, so nothing is copied.
@@ -117,11 +123,19 @@ class GGUFCheckpoint(Checkpoint):
             hf_name = _hf_name(name)
             if hf_name is None:
                 continue
-            tensor = _read(data, info, torch)
             part = name.split(".")[2] if name.startswith("blk.") else ""
-            if self._arch == "llama" and part in heads:
-                tensor = _interleaved_to_halves(tensor, heads[part])
-            yield hf_name, tensor
+            turned = heads[part] if self._arch == "llama" and part in heads else None
+            if info.kind.name in formats and len(info.shape) == 2:
+                rows = torch.from_numpy(_rows(data, info))
+                rows = rows if turned is None else _interleaved_to_halves(rows, turned)
+                identity = partial(self._identity, hf_name)
+                yield hf_name, Quantized(info.kind.name, rows, info.shape[1], partial(_widen, info), identity)
+            else:
+                tensor = _read(data, info, torch)
+                yield hf_name, tensor if turned is None else _interleaved_to_halves(tensor, turned)
+
+    def _identity(self, name: str) -> str:
+        return f"{self._file.content_hash()} {name}"
 
     def tokenizer(self) -> Tokenizer:
         try:
@@ -242,15 +256,27 @@ def _read(data: np.memmap[Any, Any], info: TensorInfo, torch: Any) -> torch.Tens
         return torch.from_numpy(array)  # type: ignore[no-any-return]
     if info.kind == kind.BF16:
         return torch.from_numpy(packed.view(np.int16).reshape(info.shape)).view(torch.bfloat16)  # type: ignore[no-any-return]
+    return torch.from_numpy(_dequantize(_rows(data, info), info))  # type: ignore[no-any-return]
+
+
+def _rows(data: np.memmap[Any, Any], info: TensorInfo) -> np.ndarray[Any, Any]:
+    """uint8 [..., bytes of a row]."""
+    if info.shape[-1] % gguf.GGML_QUANT_SIZES[info.kind][0]:
+        raise ModelError(f"tensor {info.name}: rows of {info.shape[-1]} values are no whole blocks of {info.kind.name}")
+    return data[info.offset : info.offset + info.nbytes].reshape(*info.shape[:-1], -1)
+
+
+def _dequantize(rows: np.ndarray[Any, Any], info: TensorInfo) -> np.ndarray[Any, Any]:
     try:
-        array = gguf.dequantize(packed.reshape(*info.shape[:-1], -1), info.kind)
+        return gguf.dequantize(rows, info.kind)
     except NotImplementedError as exc:
         raise ModelError(f"tensor {info.name}: the gguf package cannot dequantise {info.kind.name}") from exc
-    except ValueError as exc:
-        raise ModelError(
-            f"tensor {info.name}: rows of {info.shape[-1]} values are no whole blocks of {info.kind.name}"
-        ) from exc
-    return torch.from_numpy(array)  # type: ignore[no-any-return]
+
+
+def _widen(info: TensorInfo, rows: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(_dequantize(rows.numpy(), info))
 
 
 def _interleaved_to_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:

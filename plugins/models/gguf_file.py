@@ -6,8 +6,11 @@ a tenth of a second. The values of tensors are left to that package.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
+import os
+import re
 import struct
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,6 +20,8 @@ import msgspec
 
 from framework import ModelError
 from framework.checkpoint import expect
+from framework.log import get_logger
+from framework.machine import cache_folder
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -39,6 +44,7 @@ class GGUFFile:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
+        self._hash = ""
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise ModelError(f"--model {path}: not a GGUF file (it does not begin with 'GGUF')")
@@ -49,6 +55,20 @@ class GGUFFile:
                     raise ModelError(f"--model {path}: the GGUF file is cut short; download it again") from exc
                 except RecursionError:
                     raise ModelError(f"--model {path}: damaged GGUF file: arrays nested too deeply") from None
+
+    def content_hash(self) -> str:
+        """SHA-256 of the file, in hexadecimal. It is remembered in the user's cache folder for as long as the file's
+        place, size and time of change stay."""
+        if not self._hash:
+            with self.path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                mark = f"{self.path.resolve()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
+                memo = cache_folder("hashes") / hashlib.sha256(mark.encode()).hexdigest()
+                known = _remembered(memo)
+                self._hash = known or hashlib.file_digest(file, "sha256").hexdigest()
+            if not known:
+                _remember(memo, self._hash)
+        return self._hash
 
     def _read(self, data: _Cursor) -> None:
         version = data.scalar("I")
@@ -105,6 +125,25 @@ class GGUFFile:
             ) from exc
         block, size = gguf.GGML_QUANT_SIZES[kind]
         return TensorInfo(name, shape, kind, offset, math.prod(shape) // block * size)
+
+
+def _remembered(memo: Path) -> str:
+    """Empty where there is none, or a damaged one."""
+    try:
+        text = memo.read_text("ascii", "replace")
+    except OSError:
+        return ""
+    return text if re.fullmatch("[0-9a-f]{64}", text) else ""
+
+
+def _remember(memo: Path, text: str) -> None:
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        fresh = memo.with_suffix(f".{os.getpid()}")
+        fresh.write_text(text, "ascii")
+        fresh.replace(memo)
+    except OSError as error:  # computed again next time
+        get_logger(__name__).warning("a file's hash is not kept", folder=str(memo.parent), reason=str(error))
 
 
 class _Cursor:

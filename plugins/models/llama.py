@@ -21,6 +21,7 @@ from framework import (
     Model,
     ModelError,
     ModelSpec,
+    Quantized,
     Rope,
 )
 from framework.checkpoint import expect
@@ -29,6 +30,8 @@ from . import rope
 
 if TYPE_CHECKING:
     import torch
+
+    Weight = torch.Tensor | tuple[Quantized, ...]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
@@ -63,11 +66,13 @@ HARMLESS = ("rotary_emb.inv_freq",)
 
 @dataclass(eq=False, slots=True)
 class Target:
-    """One packed weight while its tensors arrive. `parts`: tensor name -> (is a bias, first row, rows)."""
+    """One packed weight while its tensors arrive. `parts`: tensor name -> (is a bias, first row, rows). `stored`: by
+    first row, those held as the checkpoint has them, in case all are."""
 
     shape: tuple[int, ...]
-    done: Callable[[torch.Tensor, torch.Tensor | None], None]
+    done: Callable[[Weight, torch.Tensor | None], None]
     parts: dict[str, tuple[bool, int, int]] = field(default_factory=dict)
+    stored: dict[int, Quantized] = field(default_factory=dict)
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
@@ -117,6 +122,7 @@ class Llama(Model):
 
     def __init__(self, spec: ModelSpec, backend: KernelBackend, dtype: torch.dtype, device: torch.device) -> None:
         self._spec, self._backend, self._dtype, self._device = spec, backend, dtype, device
+        self.formats = backend.formats
         eps, scale = float(spec.config["rms_norm_eps"]), spec.head_dim**-0.5
         layers = [DecoderLayer(window) for window in spec.windows]
         self._decoder = Decoder(layers, spec.heads, spec.kv_heads, spec.head_dim, eps, scale)
@@ -125,7 +131,9 @@ class Llama(Model):
         self._norm: Any = None
         self._head: Any = None
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None) -> None:
+    def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor | Quantized]], progress: Callable[[], None] = lambda: None
+    ) -> None:
         waiting = {name: target for target in self._targets() for name in target.parts}
         missing = set(waiting)
         tied = self._spec.config.get("tie_word_embeddings", False)
@@ -148,33 +156,50 @@ class Llama(Model):
                 + (", ..." if len(missing) > len(some) else "")
             )
 
-    def _fill(self, target: Target, name: str, tensor: torch.Tensor) -> None:
+    def _fill(self, target: Target, name: str, tensor: torch.Tensor | Quantized) -> None:
         """Copy a tensor into its place (it may be memory-mapped, and is not held); pack what is complete."""
-        import torch
-
         is_bias, first, rows = target.parts.pop(name)
         shape = target.shape[:1] if is_bias else target.shape
         expected = (rows, *shape[1:])
-        if tuple(tensor.shape) != expected or not tensor.is_floating_point():
-            raise ModelError(
-                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, expected floating point {list(expected)}"
-            )
-        whole = target.bias if is_bias else target.weight
+        floating = isinstance(tensor, Quantized) or tensor.is_floating_point()
+        if tuple(tensor.shape) != expected or not floating:
+            found = tensor.format if isinstance(tensor, Quantized) else tensor.dtype
+            raise ModelError(f"tensor {name} is {found} {list(tensor.shape)}, expected floating point {list(expected)}")
+        if isinstance(tensor, Quantized):
+            target.stored[first] = tensor
+        elif is_bias:
+            target.bias = self._copy(target.bias, shape, first, tensor)
+        else:
+            target.weight = self._copy(target.weight, shape, first, tensor)
+        if target.parts:
+            return
+        stored = dict(sorted(target.stored.items()))
+        if target.weight is None:
+            target.done(tuple(stored.values()), target.bias)
+        else:  # some of its parts are not quantised
+            for first, part in stored.items():
+                for row, some in part.widened():
+                    self._copy(target.weight, shape, first + row, some)
+            target.done(target.weight, target.bias)
+        target.weight = target.bias = None
+        target.stored.clear()
+
+    def _copy(self, whole: torch.Tensor | None, shape: tuple[int, ...], first: int, part: torch.Tensor) -> torch.Tensor:
+        import torch
+
         if whole is None:
             whole = torch.empty(shape, dtype=self._dtype, device=self._device)
-        whole[first : first + rows].copy_(tensor)
-        if is_bias:
-            target.bias = whole
-        else:
-            target.weight = whole
-        if not target.parts:
-            assert target.weight is not None
-            target.done(target.weight, target.bias)
-            target.weight = target.bias = None
+        whole[first : first + part.shape[0]].copy_(part)
+        return whole
+
+    def _pack(self, op: str, weight: Weight, bias: torch.Tensor | None) -> Any:
+        if isinstance(weight, tuple):
+            return self._backend.pack_quantized(op, weight, self._dtype, bias)
+        return self._backend.pack(op, weight, bias)
 
     def _targets(self) -> list[Target]:
         """What `load` has to fill. Everything that depends on the architecture is here and in `spec`."""
-        spec, config, backend = self._spec, self._spec.config, self._backend
+        spec, config = self._spec, self._spec.config
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         hidden, inner = spec.hidden, config["intermediate_size"]
         attention_bias = spec.architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and bool(
@@ -185,7 +210,7 @@ class Llama(Model):
         targets: list[Target] = []
 
         def norm(owner: object, attribute: str, name: str, size: int) -> None:
-            def done(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+            def done(weight: Weight, bias: torch.Tensor | None) -> None:
                 setattr(owner, attribute, weight)
 
             targets.append(Target((size,), done, {f"{name}.weight": (False, 0, size)}))
@@ -193,8 +218,8 @@ class Llama(Model):
         def projection(
             owner: object, attribute: str, op: str, columns: int, parts: dict[str, int], bias: bool = False
         ) -> None:
-            def done(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-                setattr(owner, attribute, backend.pack(op, weight, bias))
+            def done(weight: Weight, bias: torch.Tensor | None) -> None:
+                setattr(owner, attribute, self._pack(op, weight, bias))
 
             target = Target((sum(parts.values()), columns), done)
             first = 0
@@ -208,8 +233,9 @@ class Llama(Model):
         embed = {"model.embed_tokens": spec.vocab_size}
         if config.get("tie_word_embeddings", False):
 
-            def both(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-                self._embed, self._head = backend.pack("embed", weight), backend.pack("logits", weight)
+            def both(weight: Weight, bias: torch.Tensor | None) -> None:
+                self._head = self._pack("logits", weight, bias)
+                self._embed = self._head if isinstance(weight, tuple) else self._pack("embed", weight, bias)
 
             name = "model.embed_tokens.weight"
             targets.append(Target((spec.vocab_size, hidden), both, {name: (False, 0, spec.vocab_size)}))

@@ -11,3 +11,6 @@ class CpuOptions(BaseModel):
     isa: Literal["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"] = Field(
         default="auto", description="Instruction set; auto: the best that the CPU has."
     )
+    gguf: Literal["packed", "widened"] = Field(
+        default="packed", description="Quantised weights of a GGUF file: as they are stored, or in the model's dtype."
+    )

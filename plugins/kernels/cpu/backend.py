@@ -6,31 +6,39 @@ docs/kernels.md). What attention needs to know of a batch is worked out once per
 
 from __future__ import annotations
 
-from functools import cache
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from framework import CacheGroup, Decoder, Meta, ReferenceBackend, Rope, Support
+from framework import CacheGroup, Decoder, Meta, Quantized, ReferenceBackend, Rope, Support
 from framework.log import get_logger
 from framework.pages import Arena
 
-from . import CpuOptions
+from . import CpuOptions, weights
 from .build import BuildError, load
 
 PAGE = 16
 """Tokens of a page; a block is one or several."""
 
 
+EXACT = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12}
+"""Formats that csrc/blocks.h keeps, by ggml's number."""
+ROUNDED = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
+"""Formats that become the nearest Q8_0."""
+
+
 class PackedLinear(NamedTuple):
     """words: [rows / 16, columns / per, 16, per], `per` values to 32 bits: in the weight's type, or int8, of which row
-    i is to be multiplied by scales[i] (float32)."""
+    i is to be multiplied by scales[i] (float32). In blocks (csrc/blocks.h) words are int8, or uint8 of two values each,
+    and scales float16 [rows / 16, columns / 32, numbers of a block, 16]; dtype: of activations."""
 
     words: torch.Tensor
     rows: int
     bias: torch.Tensor | None
     scales: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
 
 
 class PackedPages(NamedTuple):
@@ -60,8 +68,10 @@ class CpuBackend(ReferenceBackend):
     meta_type = CpuMeta
 
     def __init__(self, options: CpuOptions | None = None, quantization: str = "none") -> None:
-        self._wanted = (options or CpuOptions()).isa
-        self._quantization = quantization
+        options = options or CpuOptions()
+        self._wanted, self._quantization = options.isa, quantization
+        if options.gguf == "packed" and quantization == "none":
+            self.formats = (*EXACT, *ROUNDED)
         self._arena = Arena()
 
     def supports(
@@ -85,6 +95,7 @@ class CpuBackend(ReferenceBackend):
             raise BuildError(f"isa {self._wanted}: this CPU has {', '.join(names)}")
         self._isa = 0 if self._wanted == "auto" else names.index(self._wanted)
         ops = torch.ops.framework_cpu
+        self._embed, self._pack_blocks = ops.embed.default, ops.pack_blocks.default
         self._pack, self._pack_int8 = ops.pack.default, ops.pack_int8.default
         self._linear, self._qkv, self._rmsnorm = ops.linear.default, ops.qkv.default, ops.rmsnorm.default
         self._silu_mul, self._rope_store = ops.silu_mul.default, ops.rope_store.default
@@ -109,6 +120,42 @@ class CpuBackend(ReferenceBackend):
         per = 4 // kind.itemsize
         words = self._arena.empty((-(-rows // 16), -(-columns // per), 16, per), kind)
         return PackedLinear(words, rows, bias, pack(weight, words, self._isa))
+
+    def pack_quantized(
+        self, op: str, parts: Sequence[Quantized], dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> Any:
+        """In 4 bits where all parts are, else in 8: those of 4 are then rounded to the nearest of these."""
+        isa, rows, columns = self._isa, sum(part.shape[0] for part in parts), parts[0].columns
+        nibbles = all(part.format in EXACT and part.format != "Q8_0" for part in parts)
+        groups, numbers = -(-rows // 16), 2 if nibbles else 1
+        shapes = [
+            ((groups, columns // (8 if nibbles else 4), 16, 4), torch.uint8 if nibbles else torch.int8),
+            ((groups, columns // 32, numbers, 16), torch.float16),
+        ]
+
+        def fill(tensors: list[torch.Tensor]) -> None:
+            begin = 0
+            for part in parts:
+                known = EXACT.get(part.format, 0)
+                for first, data in [(0, part.data)] if known else part.widened():
+                    self._pack_blocks(data, known, begin + first, *tensors, isa)
+                begin += part.shape[0]
+
+        # The exact formats are put in order faster than a file of them is hashed.
+        if rows * columns >= weights.LEAST and any(part.format in ROUNDED for part in parts):
+            names = [part.identity() for part in parts]
+            words, scales = weights.kept([_isas()[isa], *names], shapes, fill)
+        else:
+            words, scales = tensors = [self._arena.empty(shape, kind).zero_() for shape, kind in shapes]
+            fill(tensors)
+        return PackedLinear(words, rows, bias, scales, dtype)
+
+    def embed(self, tokens: torch.Tensor, weight: Any) -> torch.Tensor:
+        if not isinstance(weight, PackedLinear):
+            return super().embed(tokens, weight)
+        assert weight.scales is not None
+        y: torch.Tensor = self._embed(tokens, weight.words, weight.scales, weight.rows, weight.dtype, self._isa)
+        return y
 
     def linear(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
         y: torch.Tensor = self._linear(x, weight.words, weight.scales, weight.rows, weight.bias, False, self._isa)

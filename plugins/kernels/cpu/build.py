@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from framework.machine import cpu_flags, cpus
+from framework.machine import cache_folder, cpu_flags, cpus
 
 SOURCES = Path(__file__).with_name("csrc")
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mprefer-vector-width=512"
@@ -61,11 +61,6 @@ def compiler() -> str:
     raise BuildError("there is no C++ compiler; install g++ (Debian, Ubuntu: apt install g++) or set CXX")
 
 
-def cache_folder() -> Path:
-    """Where compiled libraries are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "framework" / "kernels"
-
-
 def load(say: Callable[[str], None]) -> list[str]:
     """Load the operations as `torch.ops.framework_cpu`, compiling them if need be; `say` is told before that. Gives the
     names of the instruction sets compiled, by index. Raises `BuildError`."""
@@ -81,11 +76,11 @@ def load(say: Callable[[str], None]) -> list[str]:
 def library(say: Callable[[str], None] = lambda line: None) -> Path:
     """The library for this machine, compiled if it is not in the cache, or not whole. Raises `BuildError`."""
     cxx, isas = compiler(), supported()
-    entry = cache_folder() / _key(cxx, isas)
+    entry = cache_folder("kernels") / _key(cxx, isas)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         if not _whole(entry):
-            with _locked(entry.with_suffix(".lock")):
+            with locked(entry.with_suffix(".lock")):
                 if not _whole(entry):  # nobody else made it meanwhile
                     say(f"compiling the kernels of --kernel cpu for this machine ({', '.join(isas)}): once")
                     _build(cxx, isas, entry)
@@ -172,7 +167,8 @@ def _digest(file: Path) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """While it holds, no other process that asks for the same path goes on."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

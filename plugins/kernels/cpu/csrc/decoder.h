@@ -2,6 +2,7 @@
 // called together for it, and results stay where the next operation finds them.
 #pragma once
 #include "attention.h"
+#include "blocks.h"
 #include "elementwise.h"
 #include "int8.h"
 #include "linear.h"
@@ -10,23 +11,36 @@ namespace ISA {
 
 constexpr int64_t MLP_ROWS = 384;  // taken at a time: what lies between two products stays in the last cache
 
+// Bytes of memory that members share in a product.
+inline int64_t shared_bytes(const Weight& weight, int64_t rows, int64_t k) {
+  if (weight.packing == Packing::bytes) return rows * pitch_int8(k) * sizeof(DotInt8::A);
+  if (weight.packing == Packing::blocks) return bytes_of_blocks<Bytes>(rows, k);
+  if (weight.packing == Packing::nibbles) return bytes_of_blocks<Nibbles>(rows, k);
+  return 0;
+}
+
 template <class D>
-void any_linear(Team& team, const Product& p, DotInt8::A* a) {
-  if (p.weight.scales)
-    linear_int8<typename D::T>(team, p, a);
+void any_linear(Team& team, const Product& p, void* a) {
+  using T = typename D::T;
+  if (p.weight.packing == Packing::bytes)
+    linear_int8<T>(team, p, static_cast<DotInt8::A*>(a));
+  else if (p.weight.packing == Packing::blocks)
+    linear_blocks<Bytes, T>(team, p, static_cast<Bytes::A*>(a));
+  else if (p.weight.packing == Packing::nibbles)
+    linear_blocks<Nibbles, T>(team, p, static_cast<Nibbles::A*>(a));
   else
     linear<D>(team, p);
 }
 
 template <class D>
 void any_linear_alone(int threads, const Product& p) {
-  DotInt8::A* a = p.weight.scales ? scratch<DotInt8::A, 2>(p.x.rows * pitch_int8(p.x.columns)) : nullptr;
+  void* a = scratch<char, 2>(shared_bytes(p.weight, p.x.rows, p.x.columns));
   together(threads, [&](Team& team) { any_linear<D>(team, p, a); });
 }
 
 template <class D>
 void layer(Team& team, const Decoder& work, const Layer& layer, void* y, bool first, typename D::T* normed,
-           typename D::T* qkv, typename D::T* attended, typename D::T* wide, typename D::T* inner, DotInt8::A* a) {
+           typename D::T* qkv, typename D::T* attended, typename D::T* wide, typename D::T* inner, void* a) {
   using T = typename D::T;
   const int64_t tokens = work.tokens, hidden = work.hidden, size = layer.cache.size, heads = work.heads;
   const int64_t kv_heads = layer.cache.kv_heads, across = (heads + 2 * kv_heads) * size, n = work.inner;
@@ -67,15 +81,15 @@ void decoder(int threads, const Decoder& work) {
   const Cache& cache = work.layers->cache;
   const int64_t attended = work.heads * cache.size, kv = cache.kv_heads * cache.size;
   const int64_t rows = std::min(work.tokens, MLP_ROWS), wide = std::max(rows * 2 * work.inner, work.tokens * kv);
-  int64_t bytes = 0;
-  for (int64_t k : {work.hidden, attended, work.inner}) bytes = std::max(bytes, pitch_int8(k));
   T* normed = scratch<T, 3>(work.tokens * (work.hidden + 2 * attended + 2 * kv) + wide + rows * work.inner);
   T* qkv = normed + work.tokens * work.hidden;
   T* out = qkv + work.tokens * (attended + 2 * kv);
-  const bool any = std::any_of(work.layers, work.layers + work.count, [](const Layer& one) {
-    return one.qkv.scales || one.o.scales || one.gate_up.scales || one.down.scales;
-  });
-  DotInt8::A* a = any ? scratch<DotInt8::A, 2>(work.tokens * bytes) : nullptr;
+  int64_t bytes = 0;
+  for (const Layer* one = work.layers; one < work.layers + work.count; one++)
+    bytes = std::max({bytes, shared_bytes(one->qkv, work.tokens, work.hidden),
+                      shared_bytes(one->o, work.tokens, attended), shared_bytes(one->gate_up, rows, work.hidden),
+                      shared_bytes(one->down, rows, work.inner)});
+  void* a = scratch<char, 2>(bytes);
   T* up = out + work.tokens * attended;
   together(threads, [&](Team& team) {
     for (int64_t i = 0; i < work.count; i++)

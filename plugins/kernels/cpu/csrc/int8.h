@@ -139,11 +139,12 @@ void linear_int8(Team& team, const Product& p, DotInt8::A* a) {
   using D = DotInt8;
   using A = D::A;
   constexpr int64_t ROWS = 96;  // as in linear.h
-  constexpr int64_t BLOCK = SPAN / D::per, WORD = 4 / sizeof(A), STRIDE = SPAN + 2 * WORD;
+  constexpr int64_t STEPS = SPAN / D::per, WORD = 4 / sizeof(A), STRIDE = SPAN + 2 * WORD;
   const Matrix& x = p.x;
   const int64_t n = p.weight.n, m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per;
   const int64_t groups = round_up(n, LANES) / LANES, lda = pitch_int8(k);
   const T* bias = static_cast<const T*>(p.weight.bias);
+  const float* scales = static_cast<const float*>(p.weight.scales);
   split(team, m, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) row_int8(static_cast<const T*>(x.data) + r * x.pitch, k, a + r * lda);
   });
@@ -156,12 +157,12 @@ void linear_int8(Team& team, const Product& p, DotInt8::A* a) {
     if (some <= 0) return;
     const Tile<D> tile(p.weight.words, g, groups, steps);
     memset(c, 0, rows * ldc * sizeof(float));
-    for (int64_t s = 0; s < steps; s += BLOCK) {
-      const Some<D> words(rows, tile.words + s * tile.pitch, std::min(BLOCK, steps - s), tile.pitch);
-      product<D>(rows, some, a + r0 * lda + s / BLOCK * STRIDE + WORD, lda, words, c, ldc, true);
+    for (int64_t s = 0; s < steps; s += STEPS) {
+      const Some<D> words(rows, tile.words + s * tile.pitch, std::min(STEPS, steps - s), tile.pitch);
+      product<D>(rows, some, a + r0 * lda + s / STEPS * STRIDE + WORD, lda, words, c, ldc, true);
     }
     for (int64_t r = 0; r < rows; r++)
-      finish(c + r * ldc, p.weight.scales + n0, bias ? bias + n0 : nullptr, place<T>(p, r0 + r, n0), p.wide,
+      finish(c + r * ldc, scales + n0, bias ? bias + n0 : nullptr, place<T>(p, r0 + r, n0), p.wide,
              std::min(some * LANES, n - n0));
   });
 }

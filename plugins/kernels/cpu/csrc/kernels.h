@@ -45,13 +45,20 @@ struct Attention {
   int32_t* remaining;  // per counter
 };
 
-// [n][columns of x], packed: of the model's type, or of bytes, which is what scales (one for each of n, padded to a
-// multiple of 16) say. bias: [n], or null.
+// How rows of a weight that is to be kept in blocks are given: as GGML has them, under its numbers.
+enum class Format { F32 = 0, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, Q4_K = 12 };
+
+// Of what a weight is packed. plain: the model's type. bytes: with a scale for each of n, float, padded to a multiple of 16
+// (int8.h). blocks, nibbles: 8 or 4 bits in blocks of 32, with numbers of float16 (blocks.h).
+enum class Packing { plain, bytes, blocks, nibbles };
+
+// [n][columns of x]. scales: as the packing says. bias: [n] of the model's type, or null.
 struct Weight {
   const uint32_t* words;
-  const float* scales;
+  const void* scales;
   int64_t n;
   const void* bias;
+  Packing packing;
 };
 
 // y [rows of x][n], float32 if it is `wide`.
@@ -91,7 +98,12 @@ struct Kernels {
   const char* name;
   void (*pack)(int threads, const Matrix& weight, uint32_t* words);
   void (*pack_int8)(int threads, const Matrix& weight, uint32_t* words, float* scales);
+  // rows: pitch in bytes, columns in values; they become columns `first` and on.
+  void (*pack_blocks)(int threads, Format format, const Matrix& rows, int64_t first, bool nibbles, uint32_t* words,
+                      uint16_t* numbers);
   void (*linear)(int threads, const Product& product);
+  // y [count][k] = the columns that `tokens` name of a weight in blocks.
+  void (*embed)(int threads, const int64_t* tokens, int64_t count, int64_t k, const Weight& weight, void* y);
   // out = rmsnorm(x + residual) * weight; the sum goes to residual, which may be null. out: contiguous.
   void (*rmsnorm)(int threads, const Rows& x, void* residual, const void* weight, float eps, void* out);
   // x [rows][2 * columns] -> y [rows][columns].

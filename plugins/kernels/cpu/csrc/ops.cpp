@@ -94,22 +94,67 @@ Tensor pack_int8(const Tensor& weight, const Tensor& words, int64_t isa) {
   return scales;
 }
 
-using Packed = std::tuple<Tensor, OptionalTensor, int64_t, OptionalTensor>;  // words, scales, n, bias
-
-// For rows of `columns` values of type `dtype`.
-Weight weight(const Tensor& words, const OptionalTensor& scales, int64_t n, const OptionalTensor& bias, int64_t columns,
-              at::ScalarType dtype) {
-  const int64_t per = scales ? 4 : dtype == at::kFloat ? 1 : 2;
-  TORCH_CHECK(words.dim() == 4 && words.is_contiguous() && words.size(0) == (n + 15) / 16 &&
-                  words.size(1) == (columns + per - 1) / per && words.scalar_type() == (scales ? at::kChar : dtype),
-              "the weight was packed for another product");
-  TORCH_CHECK(!scales || scales->numel() == words.size(0) * 16);
-  TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == n && bias->scalar_type() == dtype));
-  return {static_cast<const uint32_t*>(words.const_data_ptr()), scales ? data<float>(*scales) : nullptr, n,
-          bias ? bias->const_data_ptr() : nullptr};
+// Rows of a weight in blocks of 32 to columns `first` and on: data is what the file has of them, uint8 [rows, bytes], or
+// float32 [rows, k]. words: uint8 [n / 16, k / 8, 16, 4] for halves of bytes or int8 [n / 16, k / 4, 16, 4];
+// numbers: float16 [n / 16, k / 32, 2 or 1, 16].
+void pack_blocks(const Tensor& data, int64_t format, int64_t first, Tensor words, Tensor numbers, int64_t isa) {
+  TORCH_CHECK(isa >= 0 && isa < int64_t(std::size(tables)), "no such instruction set");
+  const bool nibbles = words.scalar_type() == at::kByte;
+  const int64_t k = words.size(1) * (nibbles ? 8 : 4), groups = words.size(0);
+  const std::pair<int64_t, int64_t> sizes[] = {{2, 18}, {3, 20}, {8, 34}, {12, 144}, {0, 128}};  // bytes of a block
+  const auto* known = std::find_if(std::begin(sizes), std::end(sizes), [&](auto one) { return one.first == format; });
+  TORCH_CHECK(known != std::end(sizes) && (!nibbles || (format && format != 8)), "no format to keep in these words");
+  const int64_t values = format == 12 ? 256 : 32, bytes = data.size(1) * data.element_size();
+  TORCH_CHECK(data.dim() == 2 && data.is_contiguous() && data.scalar_type() == (format ? at::kByte : at::kFloat) &&
+                  k % values == 0 && bytes == k / values * known->second,
+              "rows of ", k, " values are not what the data holds");
+  TORCH_CHECK(words.is_contiguous() && numbers.is_contiguous() && numbers.scalar_type() == at::kHalf &&
+              numbers.numel() == groups * k / 32 * 16 * (nibbles ? 2 : 1) && first >= 0 &&
+              first + data.size(0) <= groups * 16);
+  tables[isa][0]->pack_blocks(at::get_num_threads(), Format(format), {data.const_data_ptr(), data.size(0), k, bytes},
+                              first, nibbles, static_cast<uint32_t*>(words.data_ptr()),
+                              static_cast<uint16_t*>(numbers.data_ptr()));
 }
 
-// With scales, the weight is of bytes. wide: y is float32.
+using Packed = std::tuple<Tensor, OptionalTensor, int64_t, OptionalTensor>;  // words, scales, n, bias
+
+// For rows of `columns` values of type `dtype`. With scales of float32, words are bytes; with float16, blocks.
+Weight weight(const Tensor& words, const OptionalTensor& scales, int64_t n, const OptionalTensor& bias, int64_t columns,
+              at::ScalarType dtype) {
+  const bool blocks = scales && scales->scalar_type() == at::kHalf, nibbles = blocks && words.scalar_type() == at::kByte;
+  const int64_t per = nibbles ? 8 : scales ? 4 : dtype == at::kFloat ? 1 : 2;
+  TORCH_CHECK(words.dim() == 4 && words.is_contiguous() && words.size(0) == (n + 15) / 16 &&
+                  words.size(1) == (columns + per - 1) / per &&
+                  (nibbles || words.scalar_type() == (scales ? at::kChar : dtype)),
+              "the weight was packed for another product");
+  TORCH_CHECK(!scales || (scales->is_contiguous() &&
+                          scales->numel() == words.size(0) * 16 * (blocks ? columns / 32 * (nibbles ? 2 : 1) : 1)));
+  TORCH_CHECK(!scales || blocks || scales->scalar_type() == at::kFloat);
+  TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == n && bias->scalar_type() == dtype));
+  return {static_cast<const uint32_t*>(words.const_data_ptr()),
+          scales ? scales->const_data_ptr() : nullptr,
+          n,
+          bias ? bias->const_data_ptr() : nullptr,
+          nibbles ? Packing::nibbles
+          : blocks ? Packing::blocks
+          : scales ? Packing::bytes
+                   : Packing::plain};
+}
+
+// int64 [tokens] -> [tokens, k] from a weight of n rows in blocks.
+Tensor embed(const Tensor& tokens, const Tensor& words, const Tensor& numbers, int64_t n, at::ScalarType dtype,
+             int64_t isa) {
+  const int64_t k = words.size(1) * (words.scalar_type() == at::kByte ? 8 : 4), count = tokens.numel();
+  TORCH_CHECK(numbers.scalar_type() == at::kHalf);
+  const Weight packed = weight(words, numbers, n, {}, k, dtype);
+  const int64_t* ids = data<int64_t>(tokens);
+  TORCH_CHECK(std::all_of(ids, ids + count, [&](int64_t id) { return id >= 0 && id < n; }), "a token is out of range");
+  Tensor y = at::empty({count, k}, words.options().dtype(dtype));
+  kernels(isa, y).embed(threads(y.numel(), VALUES), ids, count, k, packed, y.data_ptr());
+  return y;
+}
+
+// wide: y is float32.
 Tensor linear(const Tensor& x, const Tensor& words, const OptionalTensor& scales, int64_t n,
               const OptionalTensor& bias, bool wide, int64_t isa) {
   const Kernels& table = kernels(isa, x);
@@ -306,6 +351,8 @@ TORCH_LIBRARY(framework_cpu, m) {
   m.def("isas() -> str[]", isas);
   m.def("pack(Tensor weight, Tensor(a!) words, int isa) -> ()");
   m.def("pack_int8(Tensor weight, Tensor(a!) words, int isa) -> Tensor");
+  m.def("pack_blocks(Tensor data, int format, int first, Tensor(a!) words, Tensor(b!) numbers, int isa) -> ()");
+  m.def("embed(Tensor tokens, Tensor words, Tensor numbers, int n, ScalarType dtype, int isa) -> Tensor");
   m.def("linear(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, bool wide, int isa) -> Tensor");
   m.def(
       "qkv(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, int q, int k, int isa) "
@@ -328,6 +375,8 @@ TORCH_LIBRARY(framework_cpu, m) {
 TORCH_LIBRARY_IMPL(framework_cpu, CPU, m) {
   m.impl("pack", pack);
   m.impl("pack_int8", pack_int8);
+  m.impl("pack_blocks", pack_blocks);
+  m.impl("embed", embed);
   m.impl("linear", linear);
   m.impl("qkv", qkv);
   m.impl("rmsnorm", rmsnorm);
