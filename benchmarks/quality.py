@@ -6,9 +6,9 @@
 Each variant computes the same windows of the text, in chunks that read what earlier ones left in the cache. *top-1*:
 how often its likeliest token, the greedy choice, is that of bfloat16 on the same kernel, and that of float32. *KL*: the
 mean divergence of its distribution from float32's, in nats. *logits*: root mean square and largest of the differences
-from float32's, over all tokens and the whole vocabulary. Weights of a GGUF file are widened but for "packed weights". The
-default text is the first chapter of Alice's Adventures in Wonderland by Lewis Carroll (1865), in the public domain. With
---check the exit code is 1 if a bound is missed.
+from float32's, over all tokens and the whole vocabulary. Weights of a GGUF file are widened but for "packed weights".
+The default text is the first chapter of Alice's Adventures in Wonderland by Lewis Carroll (1865), in the public domain.
+With --check the exit code is 1 if a bound is missed.
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ __all__ = [
     "Clock",
     "ConfigError",
     "Copy",
+    "Decoder",
+    "DecoderLayer",
     "Delivery",
     "Delta",
     "EngineDead",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .kv import CacheGroup
@@ -93,33 +94,33 @@ class Rope(NamedTuple):
     sin: torch.Tensor
 
 
+@dataclass(eq=False, slots=True)
 class DecoderLayer:
-    """One pre-norm layer with a gated MLP: weights as `pack` made them, norms as plain tensors. q_norm, k_norm: [head_dim],
-    over each head, None if the model has none. window: tokens that a query sees, itself included; None: all before it."""
+    """One pre-norm layer with a gated MLP: weights as `pack` made them, norms as plain tensors. q_norm, k_norm: over
+    each head, None if the model has none. window: tokens that a query sees, itself included; None: all before it."""
 
-    __slots__ = ("down", "gate_up", "input_norm", "k_norm", "o", "post_norm", "q_norm", "qkv", "window")
-
-    def __init__(self, window: int | None) -> None:
-        self.window = window
-        self.input_norm: Any = None
-        self.qkv: Any = None
-        self.q_norm: Any = None
-        self.k_norm: Any = None
-        self.o: Any = None
-        self.post_norm: Any = None
-        self.gate_up: Any = None
-        self.down: Any = None
+    window: int | None
+    input_norm: Any = None
+    qkv: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
+    o: Any = None
+    post_norm: Any = None
+    gate_up: Any = None
+    down: Any = None
 
 
+@dataclass(eq=False, slots=True)
 class Decoder:
-    """All layers of a model. eps: of the norms. scale: of attention's scores. prepared: what a backend made of it."""
+    """All layers of a model. eps: of the norms. scale: of attention's scores. prepared: what a backend made of them."""
 
-    def __init__(
-        self, layers: Sequence[DecoderLayer], heads: int, kv_heads: int, head_dim: int, eps: float, scale: float
-    ) -> None:
-        self.layers, self.eps, self.scale = layers, eps, scale
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.prepared: Any = None
+    layers: Sequence[DecoderLayer]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    prepared: Any = None
 
 
 class Quantized(NamedTuple):

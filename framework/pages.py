@@ -1,13 +1,14 @@
 """Memory of huge pages.
 
-Reading weights or a KV cache from memory touches page after page once, and with pages of 4 KiB looking up where they lie
-takes longer than reading them. Linux gives pages of 2 MiB to those who ask (transparent huge pages, unless
+Reading weights or a KV cache touches page after page once, and with pages of 4 KiB looking up where they lie takes
+about as long as reading them. Linux gives pages of 2 MiB to those who ask (transparent huge pages, unless
 /sys/kernel/mm/transparent_hugepage/enabled says `never`).
 """
 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from math import prod
 
 import numpy as np
@@ -25,16 +26,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     first = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without them: ordinary pages do, too
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them: ordinary pages do, too
-            pass
     return torch.frombuffer(memory, dtype=torch.uint8)[first : first + size].view(dtype).view(shape)
 
 
 class Arena:
-    """Hands out pieces of larger stretches, since a matrix alone may be smaller than a huge page. A stretch is given back
-    when no piece of it is in use any more."""
+    """Hands out pieces of larger stretches, since a matrix alone may be smaller than a huge page. A stretch is given
+    back when no piece of it is in use any more."""
 
     STRETCH = 16 * HUGE
 

@@ -1,76 +1,15 @@
-// The torch side: checks tensors, allocates results, and calls the kernels of one instruction set. The only file that
-// sees torch's headers.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/custom_class.h>
+// The torch side: checks tensors, allocates results, and calls the kernels of one instruction set. With the headers
+// that it includes the only file that sees torch's.
 #include <torch/library.h>
 
-#include <map>
-#include <tuple>
-
-#include "kernels.h"
-#include "plan.h"
-
-#define X(isa)                             \
-  namespace isa {                          \
-  extern const Kernels* const kernels[2];  \
-  }
-ISAS
-#undef X
+#include "layers.h"
 
 namespace {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-#define X(isa) isa::kernels,
-const Kernels* const* const tables[] = {ISAS};
-#undef X
-
-// How many threads are worth having for so many values or multiplications.
-int threads(int64_t work, int64_t least) { return work <= least ? 1 : at::get_num_threads(); }
-
-constexpr int64_t VALUES = 1 << 13, PRODUCTS = 1 << 16;  // one thread is done with them before a second has woken up
-
-const Kernels& kernels(int64_t isa, const Tensor& x) {
-  TORCH_CHECK(isa >= 0 && isa < int64_t(std::size(tables)), "no such instruction set");
-  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "float32 or bfloat16, not ", x.dtype());
-  return *tables[isa][x.scalar_type() == at::kBFloat16];
-}
 
 std::vector<std::string> isas() {
   std::vector<std::string> names;
   for (auto table : tables) names.emplace_back(table[0]->name);
   return names;
-}
-
-Matrix matrix(const Tensor& x) {
-  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "expected a matrix whose rows are contiguous");
-  return {x.data_ptr(), x.size(0), x.size(1), x.stride(0)};
-}
-
-Rows rows(const Tensor& x) {
-  TORCH_CHECK(x.stride(-1) == 1 && (x.dim() == 2 || x.dim() == 3), "expected rows that are contiguous");
-  const bool flat = x.dim() == 2;
-  return {x.data_ptr(), x.size(0), flat ? 1 : x.size(1), x.size(-1), x.stride(0), flat ? 0 : x.stride(1)};
-}
-
-Cache cache(const Tensor& keys, const Tensor& values, int64_t size) {
-  TORCH_CHECK(keys.dim() == 4 && keys.is_contiguous() && values.is_contiguous() && keys.sizes() == values.sizes());
-  TORCH_CHECK(keys.scalar_type() == values.scalar_type());
-  const bool bytes = keys.scalar_type() == at::kChar;
-  const int64_t padded = (keys.size(3) - (bytes ? 64 : 0)) / 16;  // 16 scales behind a page of bytes
-  TORCH_CHECK(keys.size(3) % 16 == 0 && padded >= size, "pages are too small for the head");
-  return {keys.data_ptr(), values.data_ptr(), keys.size(1), keys.size(2) * 16, size, padded, bytes};
-}
-
-template <class T>
-const T* data(const Tensor& x) {
-  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == c10::CppTypeToScalarType<T>::value, "expected contiguous ",
-              c10::CppTypeToScalarType<T>::value, ", not ", x.dtype());
-  return x.const_data_ptr<T>();
 }
 
 // [n, k] -> [n / 16, k / per, 16, per], where `per` values make 32 bits.
@@ -114,31 +53,6 @@ void pack_blocks(const Tensor& data, int64_t format, int64_t first, Tensor words
   tables[isa][0]->pack_blocks(at::get_num_threads(), Format(format), {data.const_data_ptr(), data.size(0), k, bytes},
                               first, nibbles, static_cast<uint32_t*>(words.data_ptr()),
                               static_cast<uint16_t*>(numbers.data_ptr()));
-}
-
-using Packed = std::tuple<Tensor, OptionalTensor, int64_t, OptionalTensor>;  // words, scales, n, bias
-
-// For rows of `columns` values of type `dtype`. With scales of float32, words are bytes; with float16, blocks.
-Weight weight(const Tensor& words, const OptionalTensor& scales, int64_t n, const OptionalTensor& bias, int64_t columns,
-              at::ScalarType dtype) {
-  const bool blocks = scales && scales->scalar_type() == at::kHalf, nibbles = blocks && words.scalar_type() == at::kByte;
-  const int64_t per = nibbles ? 8 : scales ? 4 : dtype == at::kFloat ? 1 : 2;
-  TORCH_CHECK(words.dim() == 4 && words.is_contiguous() && words.size(0) == (n + 15) / 16 &&
-                  words.size(1) == (columns + per - 1) / per &&
-                  (nibbles || words.scalar_type() == (scales ? at::kChar : dtype)),
-              "the weight was packed for another product");
-  TORCH_CHECK(!scales || (scales->is_contiguous() &&
-                          scales->numel() == words.size(0) * 16 * (blocks ? columns / 32 * (nibbles ? 2 : 1) : 1)));
-  TORCH_CHECK(!scales || blocks || scales->scalar_type() == at::kFloat);
-  TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == n && bias->scalar_type() == dtype));
-  return {static_cast<const uint32_t*>(words.const_data_ptr()),
-          scales ? scales->const_data_ptr() : nullptr,
-          n,
-          bias ? bias->const_data_ptr() : nullptr,
-          nibbles ? Packing::nibbles
-          : blocks ? Packing::blocks
-          : scales ? Packing::bytes
-                   : Packing::plain};
 }
 
 // int64 [tokens] -> [tokens, k] from a weight of n rows in blocks.
@@ -259,91 +173,6 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& x, int64_t isa) {
   table.argmax(threads(x.numel(), 2 * PRODUCTS), matrix(x), places.data_ptr<int64_t>(), values.data_ptr<float>());
   return {places, values};
 }
-
-// The weights and caches of all layers, checked once. A layer: four norms, of which those of q and k may be missing, the
-// packed weights of qkv, o, gate_up and down, the cache's keys and values, and its window.
-using Norms = std::tuple<Tensor, OptionalTensor, OptionalTensor, Tensor>;
-using LayerTensors = std::tuple<Norms, std::vector<Packed>, Tensor, Tensor, int64_t>;
-
-struct Layers : torch::CustomClassHolder {
-  std::vector<Layer> layers;
-  std::vector<LayerTensors> keep;
-  int64_t isa, hidden, heads, size, inner;
-  double eps, scale;
-  at::TensorOptions options;
-
-  Layers(std::vector<LayerTensors> given, int64_t heads, int64_t size, double eps, double scale, int64_t isa)
-      : keep(std::move(given)), isa(isa), heads(heads), size(size), eps(eps), scale(scale) {
-    TORCH_CHECK(!keep.empty(), "no layers");
-    const Tensor& some = std::get<0>(std::get<0>(keep[0]));
-    kernels(isa, some);
-    options = some.options();
-    hidden = some.numel();
-    const auto dtype = some.scalar_type();
-    inner = std::get<2>(std::get<1>(keep[0]).at(2)) / 2;
-    for (const auto& [norms, weights, keys, values, window] : keep) {
-      const auto& [input, q, k, post] = norms;
-      const Cache pages = cache(keys, values, size);
-      const int64_t across = heads * size, kv = pages.kv_heads * size;
-      auto norm = [&](const OptionalTensor& weight, int64_t n) -> const void* {
-        if (!weight) return nullptr;
-        TORCH_CHECK(weight->is_contiguous() && weight->scalar_type() == dtype && weight->numel() == n);
-        return weight->const_data_ptr();
-      };
-      auto packed = [&](int i, int64_t n, int64_t columns) {
-        const auto& [words, scales, rows, bias] = weights.at(i);
-        TORCH_CHECK(rows == n, "the weight was packed for another product");
-        return weight(words, scales, n, bias, columns, dtype);
-      };
-      TORCH_CHECK(heads % pages.kv_heads == 0 && (pages.bytes || keys.scalar_type() == dtype));
-      layers.push_back({norm(input, hidden), norm(q, size), norm(k, size), norm(post, hidden),
-                        packed(0, across + 2 * kv, hidden), packed(1, hidden, across), packed(2, 2 * inner, hidden),
-                        packed(3, hidden, inner), pages, nullptr, 0, window, nullptr});
-    }
-  }
-
-  // x [tokens, hidden], which is overwritten: (the last MLP's result, the sum of everything before it).
-  std::tuple<Tensor, Tensor> run(const Tensor& x, const Tensor& positions, const Tensor& cos, const Tensor& sin,
-                                 const Tensor& slots, const Tensor& blocks, const Tensor& cu_lens,
-                                 const Tensor& seq_lens) {
-    const int64_t tokens = x.size(0);
-    TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.size(1) == hidden && x.scalar_type() == options.dtype());
-    TORCH_CHECK(positions.numel() == tokens && slots.numel() == tokens && blocks.dim() == 2 &&
-                cos.sizes() == sin.sizes() && 2 * cos.size(1) <= size);
-    Tensor y = at::empty_like(x);
-    if (!tokens) return {y, x};
-    std::map<std::pair<int64_t, int64_t>, Plan> plans;  // by heads of the cache and window
-    size_t counters = 0;
-    int64_t most = 0, padded = 0;
-    for (Layer& layer : layers) {
-      const auto key = std::pair{layer.cache.kv_heads, layer.window};
-      if (!plans.count(key))
-        plans[key] = make_plan(data<int32_t>(cu_lens), data<int32_t>(seq_lens), seq_lens.numel(), heads, key.first,
-                               key.second, at::get_num_threads());
-      const Plan& plan = plans[key];
-      layer.tasks = plan.tasks.data();
-      layer.count = plan.tasks.size();
-      counters += plan.counters.size();
-      most = std::max<int64_t>(most, std::accumulate(plan.counters.begin(), plan.counters.end(), int64_t(0)));
-      padded = std::max(padded, layer.cache.padded);
-    }
-    std::vector<int32_t> remaining;
-    remaining.reserve(counters);
-    for (Layer& layer : layers) {
-      const Plan& plan = plans[{layer.cache.kv_heads, layer.window}];
-      layer.remaining = remaining.data() + remaining.size();
-      remaining.insert(remaining.end(), plan.counters.begin(), plan.counters.end());
-    }
-    const Tensor partial = at::empty({most * MOST_ROWS * (padded + 2)}, options.dtype(at::kFloat));
-    kernels(isa, x).decoder(at::get_num_threads(),
-                            {layers.data(), int64_t(layers.size()), tokens, hidden, heads, inner, x.data_ptr(),
-                             y.data_ptr(), data<int64_t>(positions), data<int64_t>(slots), data<float>(cos),
-                             data<float>(sin), cos.size(1), float(eps), float(scale), data<int32_t>(blocks),
-                             data<int32_t>(cu_lens), data<int32_t>(seq_lens), blocks.size(1),
-                             partial.data_ptr<float>()});
-    return {y, x};
-  }
-};
 
 }  // namespace
 
