@@ -224,13 +224,11 @@ class TorchExecutor(Executor):
             chosen, bad, details = self._sample(logits, RowBatch(rows, ids, sampled))
             rows.append(sampled[~bad], chosen[~bad])
             rows.settle()
-            for at, (id, token, failed) in enumerate(zip(ids, chosen.tolist(), bad.tolist(), strict=True)):
-                if failed:
-                    errors[id] = "the model's logits are not finite (NaN, or nothing left to choose from)"
-                else:
-                    tokens[id] = (token,)
-                    if at in details:
-                        logprobs[id] = (details[at],)
+            tokens = dict(zip(ids, zip(chosen.tolist(), strict=True), strict=True))
+            for at in bad.nonzero()[0].tolist():
+                del tokens[ids[at]]
+                errors[ids[at]] = "the model's logits are not finite (NaN, or nothing left to choose from)"
+            logprobs = {ids[at]: (found,) for at, found in details.items() if ids[at] in tokens}
         stages = (
             ("batch_build", begin, built),
             ("forward", built, forwarded),
@@ -273,7 +271,7 @@ class TorchExecutor(Executor):
         unmodified = torch.log_softmax(logits[asked], -1) if asked else None
         self.plugins.call("process_logits", logits=logits, batch=batch)
         batch.likeliest, best = self.backend.argmax(logits)  # NaN if any is, infinite if all are masked
-        bad: Array = (~best.isfinite()).cpu().numpy()
+        bad: Array = ~np.isfinite(best.cpu().numpy())
         if bad.any():
             logits[torch.from_numpy(bad).to(logits.device)] = 0.0  # keep samplers out of it
         sampled = self.plugins.call("sample", logits=logits, batch=batch)

@@ -274,9 +274,9 @@ class Llama(Model):
         if meta.max_seq > (known := self._rope.cos.shape[0]):
             self._rope = self._positions(min(self._spec.max_model_len, max(meta.max_seq, 2 * known)))
         x, residual = ops.decoder(ops.embed(tokens, self._embed), self._decoder, caches, positions, self._rope, 0, meta)
-        x = x.index_select(0, meta.logits_rows)
-        if residual is not None:
-            residual = residual.index_select(0, meta.logits_rows)
+        if len(meta.logits_rows) < len(x):
+            x = x.index_select(0, meta.logits_rows)
+            residual = None if residual is None else residual.index_select(0, meta.logits_rows)
         x, _ = ops.add_rmsnorm(x, residual, self._norm, self._decoder.eps)
         return ops.logits(x, self._head)
 
