@@ -300,6 +300,123 @@ static void attention(const Kernels& table, int threads, const std::vector<Span>
       }
 }
 
+// All layers at once against one operation after the other.
+template <class T>
+static void decoder(const Kernels& table, int threads, const std::vector<Span>& spans, bool normed, bool bytes) {
+  const int hidden = 40, heads = 6, kv_heads = 2, size = 20, inner = 56, padded = 32, columns = 26, count = 2;
+  const int across = (heads + 2 * kv_heads) * size, requests = int(spans.size()), per = bytes ? 4 : 4 / int(sizeof(T));
+  int tokens = 0;
+  Buffer<int32_t> tables(size_t(requests) * columns, 0), cu_lens(requests + 1, 0), seq_lens(requests, 0);
+  std::vector<int64_t> positions, slots;
+  for (int r = 0; r < requests; r++) {
+    for (int i = 0; i < columns; i++) tables[r * columns + i] = r * columns + i;
+    cu_lens[r + 1] = tokens += spans[r].n;
+    seq_lens[r] = spans[r].start + spans[r].n;
+    for (int i = spans[r].start; i < seq_lens[r]; i++) positions.push_back(i), slots.push_back(r * columns * 16 + i);
+  }
+  std::vector<Buffer<uint32_t>> words;
+  std::vector<Buffer<float>> scales;
+  auto weight = [&](int n, int k) {
+    Buffer<T> values(size_t(n) * k);
+    words.emplace_back(size_t((n + 15) / 16) * ((k + per - 1) / per) * 16, 0);
+    scales.emplace_back(size_t((n + 15) / 16) * 16, 0);
+    const Matrix matrix{values.data.get(), n, k, k};
+    if (bytes) {
+      table.pack_int8(threads, matrix, words.back().data.get(), scales.back().data.get());
+      return Weight{words.back().data.get(), scales.back().data.get(), n, nullptr, Packing::bytes};
+    }
+    table.pack(threads, matrix, words.back().data.get());
+    return Weight{words.back().data.get(), nullptr, n, nullptr, Packing::plain};
+  };
+  Buffer<T> norm(hidden), head_norm(size);
+  const void* own = normed ? head_norm.data.get() : nullptr;
+  const Plan plan = make_plan(cu_lens.data.get(), seq_lens.data.get(), requests, heads, kv_heads, 0, threads);
+  const int parts = std::accumulate(plan.counters.begin(), plan.counters.end(), 0);
+  Buffer<float> partial(size_t(parts) * MOST_ROWS * (padded + 2), NAN), angle(size_t(columns) * 16 * size / 2, 0.5);
+  std::vector<Layer> layers;
+  std::vector<Buffer<T>> pages[2];
+  std::vector<std::vector<int32_t>> remaining(2 * count, plan.counters);
+  for (int i = 0; i < count; i++) {
+    Buffer<T> keys(size_t(requests) * columns * kv_heads * 16 * padded);
+    for (auto& some : pages)
+      for (int both = 0; both < 2; both++) {
+        some.emplace_back(keys.count, 0);
+        std::copy(keys.data.get(), keys.data.get() + keys.count, some.back().data.get());
+      }
+    const Cache cache{pages[0][2 * i].data.get(), pages[0][2 * i + 1].data.get(), kv_heads, 16, size, padded};
+    layers.push_back({norm.data.get(), own, own, norm.data.get(), weight(across, hidden), weight(hidden, heads * size),
+                      weight(2 * inner, hidden), weight(hidden, inner), cache, plan.tasks.data(),
+                      int64_t(plan.tasks.size()), 0, remaining[i].data()});
+  }
+  Buffer<T> x(size_t(tokens) * hidden), sums(x.count), y(x.count), other(x.count);
+  std::copy(x.data.get(), x.data.get() + x.count, sums.data.get());
+  table.decoder(threads, {layers.data(), count, tokens, hidden, heads, inner, sums.data.get(), y.data.get(),
+                          positions.data(), slots.data(), angle.data.get(), angle.data.get(), size / 2, 1e-5f, 0.2f,
+                          tables.data.get(), cu_lens.data.get(), seq_lens.data.get(), columns, partial.data.get()});
+  Buffer<T> normal(x.count), qkv(size_t(tokens) * across), q_norm(size_t(tokens) * heads * size),
+      k_norm(size_t(tokens) * kv_heads * size), out(size_t(tokens) * heads * size), wide(size_t(tokens) * 2 * inner),
+      narrow(size_t(tokens) * inner);
+  auto rows = [&](Buffer<T>& from, int heads, int pitch, int first = 0) {
+    return Rows{from.data.get() + first, tokens, heads, size, pitch, size};
+  };
+  auto add_norm = [&](Buffer<T>& from, void* residual) {
+    table.rmsnorm(threads, {from.data.get(), tokens, 1, hidden, hidden, 0}, residual, norm.data.get(), 1e-5f,
+                  normal.data.get());
+  };
+  auto product = [&](Buffer<T>& from, int k, const Weight& by, Buffer<T>& to) {
+    table.linear(threads, {{from.data.get(), tokens, k, k}, by, to.data.get(), false});
+  };
+  for (int i = 0; i < count; i++) {
+    const Layer& layer = layers[i];
+    const Cache cache{pages[1][2 * i].data.get(), pages[1][2 * i + 1].data.get(), kv_heads, 16, size, padded};
+    add_norm(i ? other : x, i ? x.data.get() : nullptr);
+    product(normal, hidden, layer.qkv, qkv);
+    Rows q = rows(qkv, heads, across), k = rows(qkv, kv_heads, across, heads * size);
+    if (normed) {
+      table.rmsnorm(threads, q, nullptr, own, 1e-5f, q_norm.data.get());
+      table.rmsnorm(threads, k, nullptr, own, 1e-5f, k_norm.data.get());
+      q = rows(q_norm, heads, heads * size), k = rows(k_norm, kv_heads, kv_heads * size);
+    }
+    table.rope_store(threads, q, k, rows(qkv, kv_heads, across, (heads + kv_heads) * size), positions.data(),
+                     angle.data.get(), angle.data.get(), size / 2, slots.data(), cache);
+    table.attention(threads, {cache, q, out.data.get(), plan.tasks.data(), int64_t(plan.tasks.size()),
+                              tables.data.get(), cu_lens.data.get(), seq_lens.data.get(), columns, 0, 0.2f,
+                              partial.data.get(), remaining[count + i].data()});
+    product(out, heads * size, layer.o, other);
+    add_norm(other, x.data.get());
+    product(normal, hidden, layer.gate_up, wide);
+    table.silu_mul(threads, {wide.data.get(), tokens, inner, 2 * inner}, narrow.data.get());
+    product(narrow, inner, layer.down, other);
+  }
+  for (size_t i = 0; i < x.count; i++) {
+    near<T>(sums[i], x[i], 10, std::string(table.name) + " decoder's sums");
+    near<T>(y[i], other[i], 10, std::string(table.name) + " decoder");
+  }
+}
+
+static void argmax(const Kernels& table, int threads) {
+  for (int n : {1, 15, 16, 33, 1000}) {
+    Buffer<float> x(size_t(7) * n), values(7, 0);
+    Buffer<int64_t> places(7, -1);
+    for (size_t i = 0; i < x.count; i++) x[i] = float(below(50));
+    for (int i = 0; i < n; i++) x[i] = -INFINITY;
+    x[size_t(3) * n + n / 2] = NAN;
+    table.argmax(threads, {x.data.get(), 7, n, n}, places.data.get(), values.data.get());
+    for (int r = 0; r < 7; r++) {
+      int first = 0;
+      for (int i = 1; i < n && r != 3; i++)
+        if (x[size_t(r) * n + i] > x[size_t(r) * n + first]) first = i;
+      if (r == 3) first = n / 2;
+      const float found = x[size_t(r) * n + first];
+      checks++;
+      if (places[r] != first || (values[r] != found && found == found)) {
+        printf("%s argmax of %d: %d instead of %d\n", table.name, n, int(places[r]), first);
+        exit(1);
+      }
+    }
+  }
+}
+
 template <class T>
 static void all(const Kernels& table, int threads) {
   for (auto [m, k, n] : {std::tuple{1, 64, 96}, {5, 20, 7}, {33, 97, 64}, {1, 1, 1}, {13, 1031, 85}, {100, 130, 300}})
@@ -314,6 +431,11 @@ static void all(const Kernels& table, int threads) {
     for (int window : {0, 1, 9, 40})
       for (bool bytes : {false, true})
         attention<T>(table, threads, mixed, heads, kv_heads, size, 16, window, threads, bytes);
+  for (bool normed : {false, true})
+    for (bool bytes : {false, true}) decoder<T>(table, threads, mixed, normed, bytes);
+  decoder<T>(table, threads, {{0, 1}}, false, false);
+  decoder<T>(table, threads, {{0, 400}, {300, 1}}, false, false);
+  argmax(table, threads);
   attention<T>(table, threads, {{700, 1}, {3, 1}}, 6, 2, 32, 48, 0, 4);
   attention<T>(table, threads, {{1000, 1}}, 3, 1, 16, 32, 500, 4);
   attention<T>(table, threads, {{0, 300}}, 4, 4, 16, 32, 0, 2);
