@@ -108,6 +108,19 @@ static void linear_int8(const Kernels& table, int threads, int m, int k, int n, 
     }
 }
 
+template <class T>
+static void embedding(const Kernels& table, int threads, int m, int k, int n) {
+  const int per = 4 / sizeof(T);
+  Buffer<T> weight(size_t(n) * k), y(size_t(m) * k);
+  Buffer<uint32_t> words(size_t((n + 15) / 16) * (k / per) * 16, 0);
+  table.pack(threads, {weight.data.get(), n, k, k}, words.data.get());
+  Buffer<int64_t> tokens(m, 0);
+  for (int i = 0; i < m; i++) tokens[i] = i ? below(n) : n - 1;
+  table.embed(threads, tokens.data.get(), m, k, {words.data.get(), nullptr, n, nullptr, Packing::plain}, y.data.get());
+  for (int i = 0; i < m * k; i++)
+    near<T>(y[i], double(weight[tokens[i / k] * k + i % k]), 0, std::string(table.name) + " embedding");
+}
+
 // Random bytes of a format, in which no scale of float16 is far from 1 or no number.
 static Buffer<uint8_t> rows_of(Format format, int rows, int blocks) {
   const bool k = format == Format::Q4_K;
