@@ -434,6 +434,8 @@ template <class T>
 static void all(const Kernels& table, int threads) {
   for (auto [m, k, n] : {std::tuple{1, 64, 96}, {5, 20, 7}, {33, 97, 64}, {1, 1, 1}, {13, 1031, 85}, {100, 130, 300}})
     linear<T>(table, threads, m, k, n, m % 2), linear_int8<T>(table, threads, m, k, n, m % 2);
+  for (auto [m, k, n] : {std::tuple{1, 2, 1}, {5, 20, 7}, {33, 98, 64}, {13, 64, 85}, {100, 130, 300}})
+    embedding<T>(table, threads, m, k, n);
   for (auto [m, k, n] : {std::tuple{1, 256, 96}, {5, 512, 7}, {33, 256, 64}, {13, 768, 85}, {100, 256, 130}})
     for (Format format : {Format::Q8_0, Format::Q4_0, Format::Q4_1, Format::Q4_K})
       for (bool nibbles : {false, true})
