@@ -35,7 +35,7 @@ class Watched:
 
     def look(self) -> None:
         """Now; what was higher in between is missed."""
-        self.peak = max(self.peak, self._status("RssAnon") + self._status("RssFile") - self._mapped())
+        self.peak = max(self.peak, self._resident(file=False))
 
     def begin(self) -> None:
         """Forget the peak that the system remembers."""
@@ -43,19 +43,18 @@ class Watched:
 
     def end(self) -> None:
         """Since `begin`."""
-        self.peak = max(self.peak, self._status("VmHWM") - self._mapped())
-
-    def _status(self, key: str) -> int:
         lines = (self._proc / "status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+        highest = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        self.peak = max(self.peak, highest - self._resident(file=True))
 
-    def _mapped(self) -> int:
-        total, ours = 0, False
+    def _resident(self, file: bool) -> int:
+        """Bytes of the checkpoint's file, or of all else."""
+        total, counts = 0, False
         for line in (self._proc / "smaps").read_text().splitlines():
             key = line.split()[0]
             if not key.endswith(":"):
-                ours = line.endswith(self._file)
-            elif ours and key == "Rss:":
+                counts = line.endswith(self._file) == file
+            elif counts and key == "Rss:":
                 total += int(line.split()[1]) * 1024
         return total
 

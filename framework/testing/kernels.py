@@ -139,14 +139,8 @@ class KernelConformance:
         for window in windows or (None,):
             ops = "rope_store", "attention", "copy_blocks"
             ready = self._ready(dtype, *ops, head_dim=size.head_dim, window=window, block_size=block_size)
-        given: dict[str, Any] = {
-            "blocks": blocks,
-            "layers": layers,
-            "seed": seed,
-            "spread": spread,
-            "kv_dtype": self._kv_dtype,
-        }
-        return Pool(*ready, block_size=block_size, shape=size, **given)
+        given: dict[str, Any] = {"blocks": blocks, "layers": layers, "seed": seed, "spread": spread}
+        return Pool(*ready, block_size=block_size, shape=size, kv_dtype=self._kv_dtype, **given)
 
     def test_some_model_can_run(self) -> None:
         """There is a dtype, a head size and a block size for which it declines nothing."""
@@ -203,8 +197,9 @@ class KernelConformance:
     def test_embed(self, dtype: str) -> None:
         backend, kind, device = self._ready(dtype, "embed")
         weight, tokens = _normal(kind, 0, 30, 8), torch.tensor([3, 0, 29, 3])
-        found = backend.embed(tokens.to(device), backend.pack("embed", weight.to(device, copy=True)))
-        close(found, weight[tokens].double(), kind, self.tolerance("embed", kind))
+        for pack in (partial(backend.pack, "embed"), lambda whole: backend.pack_tied(whole)[0]):
+            found = backend.embed(tokens.to(device), pack(weight.to(device, copy=True)))
+            close(found, weight[tokens].double(), kind, self.tolerance("embed", kind))
 
     # Element-wise
 
