@@ -197,8 +197,9 @@ class KernelConformance:
     def test_embed(self, dtype: str) -> None:
         backend, kind, device = self._ready(dtype, "embed")
         weight, tokens = _normal(kind, 0, 30, 8), torch.tensor([3, 0, 29, 3])
-        for pack in (partial(backend.pack, "embed"), lambda whole: backend.pack_tied(whole)[0]):
-            found = backend.embed(tokens.to(device), pack(weight.to(device, copy=True)))
+        one, other = (weight.to(device, copy=True) for _ in range(2))
+        for packed in (backend.pack("embed", one), backend.pack_tied(other)[0]):
+            found = backend.embed(tokens.to(device), packed)
             close(found, weight[tokens].double(), kind, self.tolerance("embed", kind))
 
     # Element-wise
