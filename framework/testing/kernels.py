@@ -470,7 +470,8 @@ class KernelConformance:
             position = pools[0].positions(parts).to(device)
             x = _normal(kind, next(seeds), len(position), hidden).to(device)
             results = []
-            for pool, run in zip(pools, (backend.decoder, partial(KernelBackend.decoder, backend)), strict=True):
+            runs: tuple[Any, ...] = (backend.decoder, partial(KernelBackend.decoder, backend))
+            for pool, run in zip(pools, runs, strict=True):
                 decoder = Decoder(layers, heads, kv_heads, head_dim, 1e-5, head_dim**-0.5)
                 y, residual = run(x.clone(), decoder, pool.caches, position, rope, 0, pool.prepare(parts))
                 results.append(y.double() + (0 if residual is None else residual.double()))
