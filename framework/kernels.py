@@ -44,6 +44,8 @@ LAYOUTS = {
 """Who overrides the method named first has to define the others as well, in the same class or below it."""
 PARTS = ("add_rmsnorm", "qkv", "rope_store", "attention", "linear", "gate_up", "silu_mul", "all_reduce")
 """What `decoder` is made of."""
+WHOLES = {"decoder": PARTS, "pack_tied": ("pack",)}
+"""Below a class that overrides the method named first, one that brings a part of it gets `KernelBackend`'s back."""
 
 
 class Support(NamedTuple):
@@ -173,9 +175,10 @@ class KernelBackend(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        order = {name: next(i for i, k in enumerate(cls.__mro__) if name in vars(k)) for name in ("decoder", *PARTS)}
-        if min(order.values()) < order["decoder"]:  # a new part is to be used, so the whole is put together again
-            cls.decoder = KernelBackend.decoder  # type: ignore[method-assign]
+        for whole, parts in WHOLES.items():
+            order = [next(i for i, k in enumerate(cls.__mro__) if name in vars(k)) for name in (whole, *parts)]
+            if min(order) < order[0]:  # a new part is to be used, so the whole is put together again
+                setattr(cls, whole, getattr(KernelBackend, whole))
         for layout, readers in LAYOUTS.items():
             first = next(k for k in cls.__mro__ if layout in vars(k))
             above = first.__mro__[1:]
@@ -200,6 +203,12 @@ class KernelBackend(ABC):
     def pack(self, op: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         """Once per weight, after loading (and sharding). weight: [out, in] ([vocab, hidden] for embed and logits);
         `op` is one of WEIGHT_OPS. May return its argument."""
+
+    def pack_tied(self, weight: torch.Tensor) -> tuple[Any, Any]:
+        """Like `pack`, of the weight that both embed and logits have, each in a form of its own; who can read rows out
+        of the packed head returns that twice. Below a class that overrides it, one that brings a `pack` of its own gets
+        this one back."""
+        return self.pack("embed", weight), self.pack("logits", weight)
 
     def pack_quantized(
         self, op: str, parts: Sequence[Quantized], dtype: torch.dtype, bias: torch.Tensor | None = None

@@ -71,7 +71,9 @@ class Checkpoint(ABC):
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face parameter name, CPU tensor), memory-mapped where the format allows it; a consumer drops
-        each before it takes the next. Raises `ModelError` where a shard is missing or cut short."""
+        each before it takes the next. Those outside the layers come first: they are the largest, and what a consumer
+        needs beside one is free again when the rest is there. Raises `ModelError` where a shard is missing or cut
+        short."""
 
     def stored(self, formats: Collection[str]) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
         """Like `tensors`, but matrices that are stored in one of `formats` as they are. By default there are none."""

@@ -16,7 +16,7 @@ from .batch import Array, RowBatch, Rows
 from .defaults import model_class
 from .errors import ConfigError, ModelError, PluginError
 from .executor import Done, Executor, Pending
-from .kernels import Batch, KernelBackend, Meta
+from .kernels import Batch, KernelBackend, Meta, Quantized
 from .kv import Capacity
 from .model import Checkpoint, Model
 from .plan import Copy, Logprobs, Plan, StepResult
@@ -80,8 +80,16 @@ class TorchExecutor(Executor):
         assert self.model is not None
         loaded, total = itertools.count(1), max(1, self.checkpoint.num_tensors)
         progress("load weights", 0.0)
-        tensors = self.checkpoint.stored(self.model.formats)
+        packed: set[str] = set()
+
+        def seen(item: tuple[str, torch.Tensor | Quantized]) -> tuple[str, torch.Tensor | Quantized]:
+            packed.update({item[1].format} if isinstance(item[1], Quantized) else ())
+            return item
+
+        tensors = map(seen, self.checkpoint.stored(self.model.formats))  # unlike a generator, it holds none
         self.model.load(tensors, lambda: progress("load weights", min(1.0, next(loaded) / total)))
+        if packed:
+            self.notes += [f"weights stay quantised, as the file has them: {', '.join(sorted(packed))}"]
         spec = self.model.cache_spec(settings.block_size)
         if settings.kv_dtype != "auto":
             spec = replace(spec, dtype=settings.kv_dtype)

@@ -108,6 +108,19 @@ static void linear_int8(const Kernels& table, int threads, int m, int k, int n, 
     }
 }
 
+template <class T>
+static void embedding(const Kernels& table, int threads, int m, int k, int n) {
+  const int per = 4 / sizeof(T);
+  Buffer<T> weight(size_t(n) * k), y(size_t(m) * k);
+  Buffer<uint32_t> words(size_t((n + 15) / 16) * (k / per) * 16, 0);
+  table.pack(threads, {weight.data.get(), n, k, k}, words.data.get());
+  Buffer<int64_t> tokens(m, 0);
+  for (int i = 0; i < m; i++) tokens[i] = i ? below(n) : n - 1;
+  table.embed(threads, tokens.data.get(), m, k, {words.data.get(), nullptr, n, nullptr, Packing::plain}, y.data.get());
+  for (int i = 0; i < m * k; i++)
+    near<T>(y[i], double(weight[tokens[i / k] * k + i % k]), 0, std::string(table.name) + " embedding");
+}
+
 // Random bytes of a format, in which no scale of float16 is far from 1 or no number.
 static Buffer<uint8_t> rows_of(Format format, int rows, int blocks) {
   const bool k = format == Format::Q4_K;
@@ -421,6 +434,8 @@ template <class T>
 static void all(const Kernels& table, int threads) {
   for (auto [m, k, n] : {std::tuple{1, 64, 96}, {5, 20, 7}, {33, 97, 64}, {1, 1, 1}, {13, 1031, 85}, {100, 130, 300}})
     linear<T>(table, threads, m, k, n, m % 2), linear_int8<T>(table, threads, m, k, n, m % 2);
+  for (auto [m, k, n] : {std::tuple{1, 2, 1}, {5, 20, 7}, {33, 98, 64}, {13, 64, 85}, {100, 130, 300}})
+    embedding<T>(table, threads, m, k, n);
   for (auto [m, k, n] : {std::tuple{1, 256, 96}, {5, 512, 7}, {33, 256, 64}, {13, 768, 85}, {100, 256, 130}})
     for (Format format : {Format::Q8_0, Format::Q4_0, Format::Q4_1, Format::Q4_K})
       for (bool nibbles : {false, true})

@@ -236,5 +236,6 @@ def test_who_keeps_them(tmp_path: Path) -> None:
                 isinstance(weight, PackedLinear) and weight.scales is not None and weight.scales.dtype == torch.float16
             )
             assert kept == (name == "packed")
+            assert any("stay quantised, as the file has them: Q8_0" in note for note in llm.info.notes) == kept
             found[name] = llm.generate([[i, 5, 7] for i in range(3, 13)], params)
     assert [o.token_ids for o in found["widened"]] == [o.token_ids for o in found["torch"]]

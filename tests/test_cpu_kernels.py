@@ -66,6 +66,33 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@isas
+@dtypes
+def test_rows_of_a_tied_head(isa: str, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+    """As they were, to the bit, from the weight that the head multiplies by: whatever tile they are in."""
+    cpu = CpuBackend(CpuOptions(isa=isa))
+    for rows, columns, count in ((1, 2, 1), (70, 64, 2), (300, 98, 3), (1003, 48, 4)):
+        threads(count)
+        weight = normal(rows, columns, dtype=dtype)
+        weight[0, 0] = torch.nan
+        embed, head = cpu.pack_tied(weight)
+        assert embed is head
+        tokens = torch.cat([torch.arange(rows).flip(0), torch.zeros(500, dtype=torch.int64)])
+        assert torch.equal(cpu.embed(tokens, embed).view(torch.uint8), weight[tokens].view(torch.uint8))
+        x = normal(3, columns, dtype=dtype, seed=1)
+        plain = cpu.logits(x, cpu.pack("logits", weight))
+        assert torch.equal(cpu.logits(x, head)[:, 1:], plain[:, 1:])
+        assert cpu.embed(tokens[:0], embed).shape == (0, columns)
+        for bad in (rows, -1):
+            with pytest.raises(RuntimeError, match="a token is out of range"):
+                cpu.embed(torch.tensor([bad]), embed)
+    for other, columns in ((cpu, 33), (CpuBackend(CpuOptions(isa=isa), "int8"), 48)):  # the latter in two forms
+        weight = normal(20, columns, dtype=dtype)
+        embed, head = other.pack_tied(weight)
+        assert torch.equal(other.embed(tokens[-3:], embed), weight[tokens[-3:]])
+        assert other.logits(normal(2, columns, dtype=dtype), head).shape == (2, 20)
+
+
 class Scene:
     """One step: requests of (cached, new) tokens, whose keys and values are stored through the backend."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from framework.plugins.kernels.torch_backend import TorchBackend
 
-from framework import ReferenceBackend
+from framework import KernelBackend, ReferenceBackend
 
 
 @pytest.mark.parametrize("base", [ReferenceBackend, TorchBackend])
@@ -37,3 +37,20 @@ def test_operations_alone_keep_the_layout(base: type[ReferenceBackend]) -> None:
         def silu_mul(self, x: Any) -> Any: ...
 
     assert Further().name == base.name
+
+
+def test_a_pack_of_ones_own_is_for_tied_weights_too() -> None:
+    class Reads(ReferenceBackend):
+        def pack_tied(self, weight: Any) -> Any: ...
+
+    class Packs(Reads):
+        def pack(self, *args: Any) -> Any: ...
+
+        def linear(self, *args: Any) -> Any: ...
+
+    class Both(Packs):
+        def pack_tied(self, weight: Any) -> Any: ...
+
+    assert Reads.pack_tied is not KernelBackend.pack_tied
+    assert Packs.pack_tied is KernelBackend.pack_tied
+    assert Both.pack_tied is not KernelBackend.pack_tied

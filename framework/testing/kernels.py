@@ -139,14 +139,8 @@ class KernelConformance:
         for window in windows or (None,):
             ops = "rope_store", "attention", "copy_blocks"
             ready = self._ready(dtype, *ops, head_dim=size.head_dim, window=window, block_size=block_size)
-        given: dict[str, Any] = {
-            "blocks": blocks,
-            "layers": layers,
-            "seed": seed,
-            "spread": spread,
-            "kv_dtype": self._kv_dtype,
-        }
-        return Pool(*ready, block_size=block_size, shape=size, **given)
+        given: dict[str, Any] = {"blocks": blocks, "layers": layers, "seed": seed, "spread": spread}
+        return Pool(*ready, block_size=block_size, shape=size, kv_dtype=self._kv_dtype, **given)
 
     def test_some_model_can_run(self) -> None:
         """There is a dtype, a head size and a block size for which it declines nothing."""
@@ -203,8 +197,10 @@ class KernelConformance:
     def test_embed(self, dtype: str) -> None:
         backend, kind, device = self._ready(dtype, "embed")
         weight, tokens = _normal(kind, 0, 30, 8), torch.tensor([3, 0, 29, 3])
-        found = backend.embed(tokens.to(device), backend.pack("embed", weight.to(device, copy=True)))
-        close(found, weight[tokens].double(), kind, self.tolerance("embed", kind))
+        one, other = (weight.to(device, copy=True) for _ in range(2))
+        for packed in (backend.pack("embed", one), backend.pack_tied(other)[0]):
+            found = backend.embed(tokens.to(device), packed)
+            close(found, weight[tokens].double(), kind, self.tolerance("embed", kind))
 
     # Element-wise
 
@@ -474,7 +470,8 @@ class KernelConformance:
             position = pools[0].positions(parts).to(device)
             x = _normal(kind, next(seeds), len(position), hidden).to(device)
             results = []
-            for pool, run in zip(pools, (backend.decoder, partial(KernelBackend.decoder, backend)), strict=True):
+            runs: tuple[Any, ...] = (backend.decoder, partial(KernelBackend.decoder, backend))
+            for pool, run in zip(pools, runs, strict=True):
                 decoder = Decoder(layers, heads, kv_heads, head_dim, 1e-5, head_dim**-0.5)
                 y, residual = run(x.clone(), decoder, pool.caches, position, rope, 0, pool.prepare(parts))
                 results.append(y.double() + (0 if residual is None else residual.double()))

@@ -119,7 +119,7 @@ class GGUFCheckpoint(Checkpoint):
             "attn_q": self._config["num_attention_heads"],
             "attn_k": self._config["num_key_value_heads"],
         }
-        for name, info in self._file.tensors.items():
+        for name, info in sorted(self._file.tensors.items(), key=lambda item: item[0].startswith("blk.")):
             hf_name = _hf_name(name)
             if hf_name is None:
                 continue

@@ -73,10 +73,13 @@ class HuggingFaceCheckpoint(Checkpoint):
         return sum(len(names) for names in self._files.values())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for file, names in self._files.items():
-            with safe_open(file, framework="pt") as shard:
-                for name in names:
-                    yield name, shard.get_tensor(name)
+        for layered in (False, True):
+            for file, names in self._files.items():
+                some = [name for name in names if (_LAYER.match(name) is not None) == layered]
+                if some:
+                    with safe_open(file, framework="pt") as shard:
+                        for name in some:
+                            yield name, shard.get_tensor(name)
 
     def tokenizer(self) -> Tokenizer:
         # As in transformers, tokenizer.json alone says whether BOS and EOS are added.

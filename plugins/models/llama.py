@@ -187,7 +187,12 @@ class Llama(Model):
     def _copy(self, whole: torch.Tensor | None, shape: tuple[int, ...], first: int, part: torch.Tensor) -> torch.Tensor:
         import torch
 
-        if whole is None:
+        if whole is None and self._device.type == "cpu":
+            from framework.pages import zeros  # needs torch
+
+            # Not from malloc's heap: what a backend has packed and let go is to go back to the system.
+            whole = zeros(shape, self._dtype)
+        elif whole is None:
             whole = torch.empty(shape, dtype=self._dtype, device=self._device)
         whole[first : first + part.shape[0]].copy_(part)
         return whole
@@ -234,8 +239,10 @@ class Llama(Model):
         if config.get("tie_word_embeddings", False):
 
             def both(weight: Weight, bias: torch.Tensor | None) -> None:
-                self._head = self._pack("logits", weight, bias)
-                self._embed = self._head if isinstance(weight, tuple) else self._pack("embed", weight, bias)
+                if isinstance(weight, tuple):
+                    self._embed = self._head = self._pack("logits", weight, bias)
+                else:
+                    self._embed, self._head = self._backend.pack_tied(weight)
 
             name = "model.embed_tokens.weight"
             targets.append(Target((spec.vocab_size, hidden), both, {name: (False, 0, spec.vocab_size)}))

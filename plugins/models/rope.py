@@ -114,7 +114,7 @@ def table(config: dict[str, Any], head_dim: int, positions: int, device: torch.d
             frequency = frequency * keep + frequency / factor * (1 - keep)
             amplitude = _yarn_amplitude(rope)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
-    return Rope((angles.cos() * amplitude).to(device), (angles.sin() * amplitude).to(device))
+    return Rope(angles.cos().mul_(amplitude).to(device), angles.sin_().mul_(amplitude).to(device))
 
 
 def _yarn_amplitude(rope: dict[str, Any]) -> float:

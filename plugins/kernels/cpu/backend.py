@@ -32,13 +32,13 @@ ROUNDED = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
 class PackedLinear(NamedTuple):
     """words: [rows / 16, columns / per, 16, per], `per` values to 32 bits: in the weight's type, or int8, of which row
     i is to be multiplied by scales[i] (float32). In blocks (csrc/blocks.h) words are int8, or uint8 of two values each,
-    and scales float16 [rows / 16, columns / 32, numbers of a block, 16]; dtype: of activations."""
+    and scales float16 [rows / 16, columns / 32, numbers of a block, 16]. dtype: of activations."""
 
     words: torch.Tensor
     rows: int
     bias: torch.Tensor | None
-    scales: torch.Tensor | None = None
-    dtype: torch.dtype | None = None
+    scales: torch.Tensor | None
+    dtype: torch.dtype
 
 
 class PackedPages(NamedTuple):
@@ -119,7 +119,13 @@ class CpuBackend(ReferenceBackend):
             kind, pack = torch.int8, self._pack_int8
         per = 4 // kind.itemsize
         words = self._arena.empty((-(-rows // 16), -(-columns // per), 16, per), kind)
-        return PackedLinear(words, rows, bias, pack(weight, words, self._isa))
+        return PackedLinear(words, rows, bias, pack(weight, words, self._isa), weight.dtype)
+
+    def pack_tied(self, weight: torch.Tensor) -> tuple[Any, Any]:
+        """Once, unless rows read from the head would be those of int8, or not of the length that they had."""
+        head = self.pack("logits", weight)
+        whole = weight.shape[1] % (4 // weight.dtype.itemsize) == 0
+        return (head if whole and self._quantization == "none" else self.pack("embed", weight)), head
 
     def pack_quantized(
         self, op: str, parts: Sequence[Quantized], dtype: torch.dtype, bias: torch.Tensor | None = None
@@ -153,7 +159,6 @@ class CpuBackend(ReferenceBackend):
     def embed(self, tokens: torch.Tensor, weight: Any) -> torch.Tensor:
         if not isinstance(weight, PackedLinear):
             return super().embed(tokens, weight)
-        assert weight.scales is not None
         y: torch.Tensor = self._embed(tokens, weight.words, weight.scales, weight.rows, weight.dtype, self._isa)
         return y
 

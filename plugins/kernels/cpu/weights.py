@@ -21,6 +21,7 @@ import torch
 
 from framework.log import get_logger
 from framework.machine import cache_folder, size
+from framework.pages import zeros
 
 from .build import SOURCES, locked
 
@@ -42,7 +43,7 @@ def kept(
     path = cache_folder("weights") / name
     found = _map(path, shapes)
     if found is None:
-        found = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+        found = [zeros(shape, dtype) for shape, dtype in shapes]
         make(found)
         try:
             _write(path, found)

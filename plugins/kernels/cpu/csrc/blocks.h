@@ -124,8 +124,9 @@ void embed_blocks(Team& team, const int64_t* tokens, int64_t count, int64_t k, c
   });
 }
 
-template <class T>
+template <class D, class T = typename D::T>
 void embed_any(Team& team, const int64_t* tokens, int64_t count, int64_t k, const Weight& weight, void* y) {
+  if (weight.packing == Packing::plain) return embed_plain<D>(team, tokens, count, k, weight, static_cast<T*>(y));
   const bool nibbles = weight.packing == Packing::nibbles;
   (nibbles ? embed_blocks<Nibbles, T> : embed_blocks<Bytes, T>)(
       team, tokens, count, k, weight.words, static_cast<const uint16_t*>(weight.scales), static_cast<T*>(y));

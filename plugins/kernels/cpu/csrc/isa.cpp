@@ -26,7 +26,7 @@ constexpr Kernels table = {
     Alone<pack_int8<T>>::run,
     Alone<pack_any>::run,
     any_linear_alone<D>,
-    Alone<embed_any<T>>::run,
+    Alone<embed_any<D>>::run,
     Alone<rmsnorm<T>>::run,
     Alone<silu_mul<T>>::run,
     Alone<rope_store<D>>::run,

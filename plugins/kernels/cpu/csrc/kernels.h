@@ -102,7 +102,7 @@ struct Kernels {
   void (*pack_blocks)(int threads, Format format, const Matrix& rows, int64_t first, bool nibbles, uint32_t* words,
                       uint16_t* numbers);
   void (*linear)(int threads, const Product& product);
-  // y [count][k] = the columns that `tokens` name of a weight in blocks.
+  // y [count][k] = the columns that `tokens` name of a weight in blocks, or of a plain one where k is a multiple of `per`.
   void (*embed)(int threads, const int64_t* tokens, int64_t count, int64_t k, const Weight& weight, void* y);
   // out = rmsnorm(x + residual) * weight; the sum goes to residual, which may be null. out: contiguous.
   void (*rmsnorm)(int threads, const Rows& x, void* residual, const void* weight, float eps, void* out);

@@ -25,6 +25,19 @@ void pack(Team& team, const Matrix& weight, uint32_t* words) {
   });
 }
 
+// Rows of the weight again: y [count][k], where k is a multiple of `per`.
+template <class D>
+void embed_plain(Team& team, const int64_t* tokens, int64_t count, int64_t k, const Weight& weight, typename D::T* y) {
+  const int64_t steps = k / D::per, groups = round_up(weight.n, LANES) / LANES;
+  split(team, count, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const Tile<D> tile(weight.words, tokens[i] / LANES, groups, steps);
+      const uint32_t* from = tile.words + tokens[i] % LANES;
+      for (int64_t s = 0; s < steps; s++) memcpy(y + i * k + s * D::per, from + s * tile.pitch, 4);
+    }
+  });
+}
+
 // n values of y, float32 or T, from sums, which are multiplied by `scales` if there are any.
 template <class T>
 inline void finish(const float* c, const float* scales, const T* bias, void* y, bool wide, int64_t n) {

@@ -55,11 +55,12 @@ void pack_blocks(const Tensor& data, int64_t format, int64_t first, Tensor words
                               static_cast<uint16_t*>(numbers.data_ptr()));
 }
 
-// int64 [tokens] -> [tokens, k] from a weight of n rows in blocks.
-Tensor embed(const Tensor& tokens, const Tensor& words, const Tensor& numbers, int64_t n, at::ScalarType dtype,
+// int64 [tokens] -> [tokens, k] from a weight of n rows, plain or in blocks.
+Tensor embed(const Tensor& tokens, const Tensor& words, const OptionalTensor& numbers, int64_t n, at::ScalarType dtype,
              int64_t isa) {
-  const int64_t k = words.size(1) * (words.scalar_type() == at::kByte ? 8 : 4), count = tokens.numel();
-  TORCH_CHECK(numbers.scalar_type() == at::kHalf);
+  const int64_t per = words.scalar_type() == at::kByte ? 8 : 4 / words.element_size();
+  const int64_t k = words.size(1) * per, count = tokens.numel();
+  TORCH_CHECK(!numbers || numbers->scalar_type() == at::kHalf);
   const Weight packed = weight(words, numbers, n, {}, k, dtype);
   const int64_t* ids = data<int64_t>(tokens);
   TORCH_CHECK(std::all_of(ids, ids + count, [&](int64_t id) { return id >= 0 && id < n; }), "a token is out of range");
@@ -181,7 +182,7 @@ TORCH_LIBRARY(framework_cpu, m) {
   m.def("pack(Tensor weight, Tensor(a!) words, int isa) -> ()");
   m.def("pack_int8(Tensor weight, Tensor(a!) words, int isa) -> Tensor");
   m.def("pack_blocks(Tensor data, int format, int first, Tensor(a!) words, Tensor(b!) numbers, int isa) -> ()");
-  m.def("embed(Tensor tokens, Tensor words, Tensor numbers, int n, ScalarType dtype, int isa) -> Tensor");
+  m.def("embed(Tensor tokens, Tensor words, Tensor? numbers, int n, ScalarType dtype, int isa) -> Tensor");
   m.def("linear(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, bool wide, int isa) -> Tensor");
   m.def(
       "qkv(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, int q, int k, int isa) "
