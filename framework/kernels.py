@@ -176,6 +176,8 @@ class KernelBackend(ABC):
         order = {name: next(i for i, k in enumerate(cls.__mro__) if name in vars(k)) for name in ("decoder", *PARTS)}
         if min(order.values()) < order["decoder"]:  # a new part is to be used, so the whole is put together again
             cls.decoder = KernelBackend.decoder  # type: ignore[method-assign]
+        if "prepare" in vars(cls) and "advance" not in vars(cls):
+            cls.advance = KernelBackend.advance  # type: ignore[method-assign]
         for layout, readers in LAYOUTS.items():
             first = next(k for k in cls.__mro__ if layout in vars(k))
             above = first.__mro__[1:]
@@ -227,11 +229,21 @@ class KernelBackend(ABC):
     @abstractmethod
     def prepare(self, batch: Batch, device: torch.device, out: Meta | None = None) -> Meta:
         """Once per step, before the forward pass: what the operations of all layers need to know of the batch, moved to
-        `device`; may be asynchronous. The batch's arrays are not changed afterwards.
+        `device`; may be asynchronous. The batch's arrays are not changed before the step is over; then they may be, for
+        the next (see `advance`), and what is made of them here is of no more use.
 
         `out`: fill these buffers, at fixed addresses, and return them: for captured graphs. None unless `graphs` says
         that the backend has them.
         """
+
+    def advance(self, batch: Batch, meta: Meta, device: torch.device, moved: bool) -> Meta:
+        """What `prepare` would make of `batch`: the one that `meta`, of the step before, was made of, whose requests
+        had one new token each, all sampled, and now have the next one. Its arrays were changed in place. moved: a table
+        changed, or a new token begins a block. `meta` may be changed, and is of no more use.
+
+        A class that overrides `prepare` gets this one back, if it brings none of its own.
+        """
+        return self.prepare(batch, device)
 
     # Operations
 
