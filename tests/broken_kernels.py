@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from framework import Batch, CacheGroup, Meta, ReferenceBackend, Rope, Support
+from framework import CacheGroup, Meta, ReferenceBackend, Rope, Support
 
 
 class Toy(ReferenceBackend):
@@ -251,16 +251,4 @@ class SlotsOfOneBlock(Toy):
     def prepare(self, *args: Any, **kwargs: Any) -> Meta:
         meta = super().prepare(*args, **kwargs)
         meta.slots = tuple(slots % meta.batch.block_size for slots in meta.slots)
-        return meta
-
-
-class ForgetsNewBlocks(Toy):
-    """It takes every token's place to be behind that of the one before."""
-
-    def advance(self, batch: Batch, meta: Meta, device: torch.device, moved: bool) -> Meta:
-        return super().advance(batch, meta, device, False)
-
-
-class StaysBehind(Toy):
-    def advance(self, batch: Batch, meta: Meta, device: torch.device, moved: bool) -> Meta:
         return meta

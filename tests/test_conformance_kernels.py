@@ -62,8 +62,6 @@ BACKENDS = {
     broken.CopiesTheFirstLayer: ["test_copy_blocks", "test_copy_on_write"],
     broken.MovesInOrder: ["test_move_blocks"],
     broken.SlotsOfOneBlock: ["test_prepare"],
-    broken.ForgetsNewBlocks: ["test_advance"],
-    broken.StaysBehind: ["test_advance"],
 }
 
 

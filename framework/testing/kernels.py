@@ -278,30 +278,6 @@ class KernelConformance:
             now = (starts, lens, *tables, batch.samples)
             assert all(np.array_equal(a, b) for a, b in zip(given, now, strict=True)), "the batch was changed"
 
-    def test_advance(self, block_size: int) -> None:
-        """What it makes of the step before's `Meta` is what `prepare` makes of the batch, step after step."""
-        backend, _, device = self._ready(self.dtypes[0], block_size=block_size)
-        rng = np.random.default_rng(block_size)
-        starts, lens = rng.integers(0, 40, 5, np.int32), np.ones(5, np.int32)
-        tables = tuple(rng.integers(0, 10**6, (5, 100 // block_size + 1), np.int32) for _ in range(2))
-        batch = Batch(starts, lens, tables, lens > 0, block_size)
-        meta = backend.prepare(batch, device)
-        for step in range(40):
-            changed = step % 4 == 3
-            if changed:  # the block of the new token is another: it was shared, say
-                tables[step % 2][step % 5, (starts[step % 5] + 1) // block_size] = step
-            starts += 1
-            meta = backend.advance(batch, meta, device, changed or bool((starts % block_size == 0).any()))
-            new = backend.prepare(
-                Batch(starts.copy(), lens, tuple(t.copy() for t in tables), lens > 0, block_size), device
-            )
-            for name in ("cu_lens", "seq_lens", "logits_rows"):
-                assert torch.equal(getattr(meta, name), getattr(new, name)), name
-            assert (meta.max_len, meta.max_seq, meta.batch) == (new.max_len, new.max_seq, batch)
-            for name in ("slots", "tables"):
-                for ours, theirs in zip(getattr(meta, name), getattr(new, name), strict=True):
-                    assert torch.equal(ours, theirs), name
-
     def test_block_bytes(self, block_size: int, dtype: str) -> None:
         """What the tensors of a pool grow by, block by block."""
         pools = [self._pool(dtype, block_size, self.shapes[0], blocks, layers=3) for blocks in (32, 64)]
