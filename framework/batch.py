@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import compress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .kernels import Batch
-from .plan import Plan, RequestData
+from .plan import Delta, Plan, RequestData
 from .types import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,13 +20,50 @@ Array = np.ndarray[Any, Any]
 _NO_PARAMS = SamplingParams()
 
 
-class Step(NamedTuple):
-    """A plan's slices as arrays. rows: int64 [R], tokens: int64 [T], positions: int64 [T]."""
+SPARE = 16
+"""Blocks by which a batch's tables are wider than they need to be, so that its requests can go on for a while."""
+_FIELDS = attrgetter("request_id", "start", "tokens", "deltas", "samples")
 
+
+class Step:
+    """A plan's slices as arrays, valid until the next step is built: that may be this object, changed in place.
+
+    rows: int64 [R], tokens: int64 [T], positions: int64 [T]. sampled: the requests that are sampled, None if nobody is.
+    advanced: the arrays are those of the step before, with each of its requests one token further. moved: then,
+    whether a token begins a block or a table changed.
+    """
+
+    __slots__ = (
+        "advanced",
+        "batch",
+        "counters",
+        "counts",
+        "ids",
+        "left",
+        "longest",
+        "moved",
+        "positions",
+        "room",
+        "rows",
+        "sampled",
+        "samples",
+        "tokens",
+    )
+    ids: tuple[str, ...]
+    counts: tuple[int, ...]
+    samples: tuple[bool, ...]
     batch: Batch
     rows: Array
     tokens: Array
     positions: Array
+    sampled: RowBatch | None
+    advanced: bool
+    moved: bool
+    longest: int  # most tokens that any of the requests has, this step's included
+    # Only of a decode step, one whose requests all compute one token and sample the next:
+    counters: Array | None  # int64 [3, R], what grows by 1 a step: positions, known tokens, output tokens
+    left: int  # steps that can follow before a token begins a block
+    room: int  # tokens that the batch's tables have room for
 
 
 class Rows:
@@ -48,9 +87,12 @@ class Rows:
         self.params: list[SamplingParams] = [_NO_PARAMS] * rows
         self.extra: list[dict[str, Any]] = [{}] * rows
         self._free = list(range(rows - 1, -1, -1))
+        self._last: Step | None = None  # a decode step whose tokens were committed, and nobody came or left since
 
     def update(self, plan: Plan) -> None:
         """Drop who finished or was preempted, then take in who is new or resumed; a known id is replaced."""
+        if plan.finished or plan.preempted or plan.new:
+            self._last = None
         for id in plan.finished:
             self._drop(id)
         for preempted in plan.preempted:
@@ -59,40 +101,106 @@ class Rows:
             self._add(data)
 
     def build(self, plan: Plan) -> Step:
-        """Apply the slices' block deltas and lay the slices out as one flat ragged batch."""
-        slices, index = plan.slices, self.index
-        for s in slices:
-            for delta in s.deltas:
-                table, upto = self.tables[delta.group], delta.first + len(delta.blocks)
-                if upto > table.shape[1]:
-                    table = self.tables[delta.group] = _widen(table, upto)
-                table[index[s.request_id], delta.first : upto] = delta.blocks
-        count = len(slices)
-        rows = np.fromiter([index[s.request_id] for s in slices], np.int64, count)
-        starts = np.fromiter([s.start for s in slices], np.int32, count)
-        lens = np.fromiter([s.tokens for s in slices], np.int32, count)
-        samples = np.fromiter([s.samples for s in slices], np.bool_, count)
+        """Apply the slices' block deltas and lay the slices out as one flat ragged batch.
+
+        A decode step of those who decoded in the step before, by far the commonest, takes over its arrays.
+        """
+        ids, starts, counts, deltas, samples = zip(*map(_FIELDS, plan.slices), strict=True)
+        changes = [(at, delta) for at in compress(range(len(ids)), deltas) for delta in deltas[at]]
+        for at, delta in changes:
+            table, upto = self.tables[delta.group], delta.first + len(delta.blocks)
+            if upto > table.shape[1]:
+                table = self.tables[delta.group] = _widen(table, upto)
+            table[self.index[ids[at]], delta.first : upto] = delta.blocks
+        last, self._last = self._last, None
+        same = last is not None and (last.ids, last.counts, last.samples) == (ids, counts, samples)
+        if last is not None and same and self._advance(last, starts, changes):
+            return last
+        return self._lay_out(plan, ids, starts, counts, samples)
+
+    def _lay_out(
+        self,
+        plan: Plan,
+        ids: tuple[str, ...],
+        starts_: tuple[int, ...],
+        counts: tuple[int, ...],
+        samples_: tuple[bool, ...],
+    ) -> Step:
+        step = Step()
+        step.ids, step.counts, step.samples = ids, counts, samples_
+        step.rows = rows = np.fromiter(map(self.index.__getitem__, ids), np.int64, len(ids))
+        starts, lens, samples = np.array(starts_, np.int32), np.array(counts, np.int32), np.array(samples_, np.bool_)
         ends = starts + lens
         wrong = (lens <= 0) | np.where(samples, ends != self.length[rows], ends > self.length[rows])
         if wrong.any():
-            at = slices[int(wrong.argmax())]
-            known = self.length[index[at.request_id]]
-            raise RuntimeError(f"step {plan.step}: {at} does not fit the {known} tokens known of the request")
+            one = plan.slices[int(wrong.argmax())]
+            known = self.length[self.index[one.request_id]]
+            raise RuntimeError(f"step {plan.step}: {one} does not fit the {known} tokens known of the request")
         last = np.cumsum(lens, dtype=np.int64)
         flat = np.repeat(rows, lens)
-        positions = np.arange(last[-1], dtype=np.int64) + np.repeat(starts - last + lens, lens)
-        blocks = -(-int(ends.max()) // self.block_size)
-        tables = tuple(table[rows, :blocks] for table in self.tables)
-        batch = Batch(starts, lens, tables, samples, self.block_size)
-        return Step(batch, rows, self.tokens[flat, positions].astype(np.int64), positions)
+        step.positions = np.arange(last[-1], dtype=np.int64) + np.repeat(starts - last + lens, lens)
+        step.tokens = self.tokens[flat, step.positions].astype(np.int64)
+        step.longest = int(ends.max())
+        width = -(-step.longest // self.block_size) + SPARE
+        tables = tuple(table[rows, :width] for table in self.tables)
+        step.batch = Batch(starts, lens, tables, samples, self.block_size)
+        step.sampled = RowBatch(self, list(compress(ids, samples_)), rows[samples]) if any(samples_) else None
+        step.advanced = step.moved = False
+        step.counters = None
+        if all(samples_) and max(counts) == 1:
+            step.counters = np.stack((step.positions, ends, ends - self.prompt_len[rows]))
+            step.positions = step.counters[0]
+            step.left = self._left(step.positions)
+            step.room = min((table.shape[1] for table in tables), default=0) * self.block_size
+        return step
+
+    def _advance(self, step: Step, starts: tuple[int, ...], changes: list[tuple[int, Delta]]) -> bool:
+        """Make `step` the one after it; False, and it is of no more use, if it cannot be."""
+        batch, step.longest = step.batch, step.longest + 1
+        if step.longest > step.room:
+            return False
+        np.add(batch.starts, 1, out=batch.starts)
+        if tuple(batch.starts.tolist()) != starts:
+            return False
+        for at, delta in changes:
+            table, upto = batch.tables[delta.group], delta.first + len(delta.blocks)
+            if upto > table.shape[1]:
+                return False
+            table[at, delta.first : upto] = delta.blocks
+        assert step.counters is not None and step.sampled is not None
+        step.counters += 1
+        step.sampled.advance(step.counters[2])
+        begins = step.left == 0
+        step.left = self._left(step.positions) if begins else step.left - 1
+        step.advanced, step.moved = True, begins or bool(changes)
+        return True
+
+    def _left(self, positions: Array) -> int:
+        return int((~positions % self.block_size).min())
+
+    def commit(self, step: Step, tokens: Sequence[int], bad: Sequence[int] = ()) -> None:
+        """Add the tokens sampled in `step` to its requests, except at `bad`. The sampler has seen who came and left."""
+        assert step.sampled is not None
+        new = np.array(tokens, np.int64)
+        if step.counters is None or bad:
+            index = step.rows[step.batch.samples]
+            self.append(np.delete(index, bad), np.delete(new, bad))
+        else:
+            self._put(step.rows, step.counters[1], step.longest, new)
+            step.tokens[:] = new
+            self._last = step
+        self.settle()
 
     def append(self, rows: Array, tokens: Array) -> None:
         """Add one sampled token to each of these rows."""
         if len(rows):
             at = self.length[rows]
-            self._fit(int(at.max()) + 1)
-            self.tokens[rows, at] = tokens
-            self.length[rows] += 1
+            self._put(rows, at, int(at.max()), tokens)
+
+    def _put(self, rows: Array, at: Array, longest: int, tokens: Array) -> None:
+        self._fit(longest + 1)
+        self.tokens[rows, at] = tokens
+        self.length[rows] = at + 1
 
     def settle(self) -> None:
         """A sampler has seen `added` and `removed`."""
@@ -145,7 +253,8 @@ def _widen(array: Array, columns: int) -> Array:
 
 
 class RowBatch:
-    """The `SampleBatch` of one step: one row per request, in the order of the plan."""
+    """The `SampleBatch` of one step: one row per request, in the order of the plan. asked: rows of the requests that
+    want log-probabilities."""
 
     def __init__(self, rows: Rows, ids: list[str], index: Array) -> None:
         where = index.tolist()
@@ -158,7 +267,12 @@ class RowBatch:
         self.added: Sequence[str] = tuple(rows.added)
         self.removed: Sequence[str] = tuple(rows.removed)
         self.likeliest: torch.Tensor | None = None
+        self.asked = [row for row, params in enumerate(self.params) if params.logprobs is not None]
         self._rows = rows
+
+    def advance(self, output_len: Array) -> None:
+        """The next step samples the same requests."""
+        self.output_len, self.added, self.removed, self.likeliest = output_len.tolist(), (), (), None
 
     def prompt_tokens(self, id: str) -> Array:
         row = self._rows.index[id]

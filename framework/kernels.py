@@ -44,7 +44,7 @@ LAYOUTS = {
 """Who overrides the method named first has to define the others as well, in the same class or below it."""
 PARTS = ("add_rmsnorm", "qkv", "rope_store", "attention", "linear", "gate_up", "silu_mul", "all_reduce")
 """What `decoder` is made of."""
-WHOLES = {"decoder": PARTS, "pack_tied": ("pack",)}
+WHOLES = {"decoder": PARTS, "pack_tied": ("pack",), "advance": ("prepare",)}
 """Below a class that overrides the method named first, one that brings a part of it gets `KernelBackend`'s back."""
 
 
@@ -236,11 +236,21 @@ class KernelBackend(ABC):
     @abstractmethod
     def prepare(self, batch: Batch, device: torch.device, out: Meta | None = None) -> Meta:
         """Once per step, before the forward pass: what the operations of all layers need to know of the batch, moved to
-        `device`; may be asynchronous. The batch's arrays are not changed afterwards.
+        `device`; may be asynchronous. The batch's arrays are not changed before the step is over; then they may be, for
+        the next (see `advance`), and what is made of them here is of no more use.
 
         `out`: fill these buffers, at fixed addresses, and return them: for captured graphs. None unless `graphs` says
         that the backend has them.
         """
+
+    def advance(self, batch: Batch, meta: Meta, device: torch.device, moved: bool) -> Meta:
+        """What `prepare` would make of `batch`: the one that `meta`, of the step before, was made of, whose requests
+        had one new token each, all sampled, and now have the next one. Its arrays were changed in place. moved: a table
+        changed, or a new token begins a block. `meta` may be changed, and is of no more use.
+
+        A class that overrides `prepare` gets this one back, if it brings none of its own.
+        """
+        return self.prepare(batch, device)
 
     # Operations
 

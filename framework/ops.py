@@ -31,6 +31,19 @@ class Pages(NamedTuple):
     v: torch.Tensor
 
 
+def _tensor(array: np.ndarray[Any, Any], dtype: type[np.generic], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
+
+
+def _slots(
+    batch: Batch, request: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """For each group, where the tokens at `positions` of the requests `request` are stored."""
+    block, offset = np.divmod(positions, batch.block_size)
+    found = (table[request, block].astype(np.int64) * batch.block_size + offset for table in batch.tables)
+    return tuple(_tensor(slots, np.int64, device) for slots in found)
+
+
 class ReferenceBackend(KernelBackend):
     """The oracle. Attention runs request by request in float32."""
 
@@ -83,24 +96,27 @@ class ReferenceBackend(KernelBackend):
         ends = np.cumsum(lens)
         request = np.repeat(np.arange(len(lens)), lens)
         positions = np.arange(len(request)) - np.repeat(ends - lens - starts, lens)
-        block, offset = np.divmod(positions, batch.block_size)
-
-        def tensor(array: np.ndarray[Any, Any], dtype: type[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
-
         meta = self.meta_type()
         meta.batch = batch
-        meta.cu_lens = tensor(np.concatenate(([0], ends)), np.int32)
-        meta.seq_lens = tensor(starts + lens, np.int32)
-        meta.slots = tuple(
-            tensor(table[request, block].astype(np.int64) * batch.block_size + offset, np.int64)
-            for table in batch.tables
-        )
-        meta.tables = tuple(tensor(table, np.int32) for table in batch.tables)
-        meta.logits_rows = tensor(ends[batch.samples] - 1, np.int64)
+        meta.cu_lens = _tensor(np.concatenate(([0], ends)), np.int32, device)
+        meta.seq_lens = _tensor(starts + lens, np.int32, device)
+        meta.slots = _slots(batch, request, positions, device)
+        meta.tables = tuple(_tensor(table, np.int32, device) for table in batch.tables)
+        meta.logits_rows = _tensor(ends[batch.samples] - 1, np.int64, device)
         meta.max_len = int(lens.max())
         meta.max_seq = int((starts + lens).max())
         return meta
+
+    def advance(self, batch: Batch, meta: Meta, device: torch.device, moved: bool) -> Meta:
+        new = self.meta_type()  # what a subclass adds is of one step
+        new.batch, new.cu_lens, new.logits_rows, new.max_len = batch, meta.cu_lens, meta.logits_rows, meta.max_len
+        new.seq_lens, new.max_seq = meta.seq_lens.add_(1), meta.max_seq + 1
+        if moved:
+            new.slots = _slots(batch, np.arange(len(batch.starts)), batch.starts, device)
+            new.tables = tuple(_tensor(table, np.int32, device) for table in batch.tables)
+        else:
+            new.slots, new.tables = tuple(slots.add_(1) for slots in meta.slots), meta.tables
+        return new
 
     # Operations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from . import machine
-from .batch import Array, RowBatch, Rows
+from .batch import Array, RowBatch, Rows, Step
 from .defaults import model_class
 from .errors import ConfigError, ModelError, PluginError
 from .executor import Done, Executor, Pending
@@ -53,6 +54,7 @@ class TorchExecutor(Executor):
         self._host_blocks = 0
         self._caches: list[Any] = []
         self._rows = Rows(0, 1)
+        self._inputs: Inputs | None = None  # of the last step
 
     # Start
 
@@ -196,7 +198,7 @@ class TorchExecutor(Executor):
         return time.perf_counter()
 
     def stop(self) -> None:
-        self.model, self._pools, self._host, self._caches = None, [], [], []
+        self.model, self._pools, self._host, self._caches, self._inputs = None, [], [], [], None
         self._rows = Rows(0, 1)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -219,21 +221,19 @@ class TorchExecutor(Executor):
         if not plan.slices:
             return StepResult(plan.step, copied=copied, stages=(("batch_build", begin, ns()),))
         step = rows.build(plan)
-        inputs = self._prepare(step.batch, step.tokens, step.positions)
+        inputs = self._inputs = self._advance(step) or self._prepare(step.batch, step.tokens, step.positions)
         built = ns()
         logits = self._forward(inputs)
         forwarded = ns()  # on a GPU only launched: the wait for it shows under sampling
-        ids = [s.request_id for s in plan.slices if s.samples]
         tokens: dict[str, tuple[int, ...]] = {}
         logprobs: dict[str, tuple[Logprobs, ...]] = {}
         errors: dict[str, str] = {}
-        if ids:
-            sampled = step.rows[step.batch.samples]
-            chosen, bad, details = self._sample(logits, RowBatch(rows, ids, sampled))
-            rows.append(sampled[~bad], chosen[~bad])
-            rows.settle()
-            tokens = dict(zip(ids, zip(chosen.tolist(), strict=True), strict=True))
-            for at in bad.nonzero()[0].tolist():
+        if step.sampled is not None:
+            ids = step.sampled.ids
+            chosen, bad, details = self._sample(logits, step.sampled)
+            rows.commit(step, chosen, bad)
+            tokens = dict(zip(ids, zip(chosen, strict=True), strict=True))
+            for at in bad:
                 del tokens[ids[at]]
                 errors[ids[at]] = "the model's logits are not finite (NaN, or nothing left to choose from)"
             logprobs = {ids[at]: (found,) for at, found in details.items() if ids[at] in tokens}
@@ -267,28 +267,39 @@ class TorchExecutor(Executor):
             meta,
         )
 
+    def _advance(self, step: Step) -> Inputs | None:
+        """The inputs of the step before, one token further, where `step` is that."""
+        if not step.advanced or self._inputs is None:
+            return None
+        tokens, positions, meta = self._inputs
+        if self.device.type != "cpu":  # else they are the step's own arrays
+            tokens.copy_(torch.from_numpy(step.tokens), non_blocking=True)
+            positions.copy_(torch.from_numpy(step.positions), non_blocking=True)
+        return tokens, positions, self.backend.advance(step.batch, meta, self.device, step.moved)
+
     def _forward(self, inputs: Inputs) -> torch.Tensor:
         assert self.model is not None
         tokens, positions, meta = inputs
         return self.model.forward(tokens, positions, self._caches, meta)
 
-    def _sample(self, logits: torch.Tensor, batch: RowBatch) -> tuple[Array, Array, dict[int, Logprobs]]:
-        """(int64 tokens, bool "logits not finite", log-probabilities of the rows that asked)."""
-        asked = [row for row, params in enumerate(batch.params) if params.logprobs is not None]
+    def _sample(self, logits: torch.Tensor, batch: RowBatch) -> tuple[list[int], list[int], dict[int, Logprobs]]:
+        """(tokens, rows whose logits are not finite, log-probabilities of the rows that asked)."""
+        asked = batch.asked
         logits = logits.float()
         unmodified = torch.log_softmax(logits[asked], -1) if asked else None
         self.plugins.call("process_logits", logits=logits, batch=batch)
         batch.likeliest, best = self.backend.argmax(logits)  # NaN if any is, infinite if all are masked
-        bad: Array = ~np.isfinite(best.cpu().numpy())
-        if bad.any():
-            logits[torch.from_numpy(bad).to(logits.device)] = 0.0  # keep samplers out of it
+        values, bad = best.tolist(), []
+        if not math.isfinite(sum(values)):  # in float64, where finite ones stay so
+            bad = [row for row, value in enumerate(values) if not math.isfinite(value)]
+            logits[bad] = 0.0  # keep samplers out of it
         sampled = self.plugins.call("sample", logits=logits, batch=batch)
         tokens = getattr(sampled, "tokens", None)
         rows, vocab = logits.shape
         if not isinstance(tokens, torch.Tensor) or tokens.shape != (rows,) or tokens.dtype != torch.int64:
             raise self._fault("sample", f"answered {sampled!r}, not Sampled(int64 [{rows}])")
-        chosen: Array = tokens.cpu().numpy()
-        if ((chosen < 0) | (chosen >= vocab)).any():
+        chosen: list[int] = tokens.tolist()
+        if min(chosen) < 0 or max(chosen) >= vocab:
             raise self._fault("sample", f"chose a token outside 0..{vocab - 1}")
         details: dict[int, Logprobs] = {}
         if unmodified is not None:

@@ -54,8 +54,8 @@ class DefaultSampler:
         if setup.greedy is not None:
             tokens[setup.greedy] = argmax(logits[setup.greedy]) if likeliest is None else likeliest[setup.greedy]
             logits = logits[setup.random]
-        lens = np.fromiter([batch.output_len[o] for o in batch.owner], np.uint64, len(batch.owner))
-        uniform = torch.from_numpy(uniforms(batch.seeds[setup.random_owner], lens[setup.random_rows]))
+        lens = np.array(batch.output_len, np.uint64)[setup.random_owner]
+        uniform = torch.from_numpy(uniforms(setup.seeds, lens))
         tokens[setup.random] = _draw(logits, setup, uniform.to(logits.device))
         return Sampled(tokens)
 
@@ -110,7 +110,8 @@ class _Setup:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
         self.random_rows = [row for row, p in enumerate(params) if not p.greedy]
-        self.random_owner = [batch.owner[row] for row in self.random_rows]
+        self.random_owner = np.array([batch.owner[row] for row in self.random_rows], np.int64)
+        self.seeds = batch.seeds[self.random_owner]
         self.random = index(self.random_rows)
         self.greedy = index([row for row, p in enumerate(params) if p.greedy])
         drawn = [params[row] for row in self.random_rows]
