@@ -108,7 +108,7 @@ class Bench:
 
         def work() -> torch.Tensor:
             meta = self.backend.prepare(one, CPU)
-            return self.model.forward(tokens, positions, caches, meta).argmax(-1)
+            return self.backend.argmax(self.model.forward(tokens, positions, caches, meta).float())
 
         return work, 1
 

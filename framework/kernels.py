@@ -10,7 +10,7 @@ keeps the layout that it inherits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -41,7 +41,7 @@ LAYOUTS = {
     "pack": ("linear",),  # the reference's other products go through it; what `pack` makes of "embed" is for `embed`
     "allocate": ("block_bytes", "rope_store", "attention", "copy_blocks"),
 }
-"""Who overrides the method named first has to define the others as well, in the same class or below it."""
+"""The reference's: see `KernelBackend.layouts`."""
 PARTS = ("add_rmsnorm", "qkv", "rope_store", "attention", "linear", "gate_up", "silu_mul", "all_reduce")
 """What `decoder` is made of."""
 WHOLES = {"decoder": PARTS, "pack_tied": ("pack",), "advance": ("prepare",)}
@@ -170,6 +170,8 @@ class KernelBackend(ABC):
     """Types of cache pages that it has, besides that of activations: `allocate` and `block_bytes` are given one."""
     graphs: Literal["none", "decode", "full"] = "none"
     """Which steps it can run as captured graphs."""
+    layouts: Mapping[str, tuple[str, ...]] = LAYOUTS
+    """Who overrides the method named first has to define the others as well, in the same class or below it."""
     declined: tuple[str, ...] = ()
     """Why `--kernel auto` did not take those asked before this one, "name: reason" each."""
 
@@ -179,7 +181,7 @@ class KernelBackend(ABC):
             order = [next(i for i, k in enumerate(cls.__mro__) if name in vars(k)) for name in (whole, *parts)]
             if min(order) < order[0]:  # a new part is to be used, so the whole is put together again
                 setattr(cls, whole, getattr(KernelBackend, whole))
-        for layout, readers in LAYOUTS.items():
+        for layout, readers in cls.layouts.items():
             first = next(k for k in cls.__mro__ if layout in vars(k))
             above = first.__mro__[1:]
             stale = [r for r in readers if next(k for k in cls.__mro__ if r in vars(k)) in above]

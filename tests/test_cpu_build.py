@@ -166,10 +166,11 @@ def sanitized(folder: Path, paths: list[str], *planted: str) -> subprocess.Compl
         for job in jobs:
             job.result()
     build.call(cxx, "-fopenmp", *SANITIZE, folder / "main.o", *objects, "-o", program)
-    return subprocess.run([program], capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run([program], capture_output=True, text=True, timeout=880, check=False)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_path_under_sanitizers(tmp_path: Path) -> None:
     """Every operation, against plain loops in double precision, on buffers that end where they must."""
     done = sanitized(tmp_path, list(PATHS))

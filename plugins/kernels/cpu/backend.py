@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -66,12 +67,16 @@ class CpuBackend(ReferenceBackend):
     quantizations = ("int8",)
     kv_dtypes = ("int8",)
     meta_type = CpuMeta
+    formats = (*EXACT, *ROUNDED)
+    layouts = MappingProxyType(
+        {**ReferenceBackend.layouts, "pack": ("embed", "linear", "qkv", "gate_up", "logits", "decoder")}
+    )
 
     def __init__(self, options: CpuOptions | None = None, quantization: str = "none") -> None:
         options = options or CpuOptions()
         self._wanted, self._quantization = options.isa, quantization
-        if options.gguf == "packed" and quantization == "none":
-            self.formats = (*EXACT, *ROUNDED)
+        if options.gguf != "packed" or quantization != "none":
+            self.formats = ()
         self._arena = Arena()
 
     def supports(

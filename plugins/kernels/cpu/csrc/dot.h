@@ -88,8 +88,9 @@ inline void row(float* a, const bf16* x, int64_t n, int64_t padded) {
   if (padded > n) a[n] = 0;
 }
 
-// Where B is: `count` blocks of `steps` rows of words, `pitch` words from row to row, the groups of columns side by side. While a block is read, what will be needed later is fetched from soon[block] on: `fetch`
-// words for each group of each row, and where there are several parts of A, each goes on by `further` words.
+// Where B is: `count` blocks of `steps` rows of words, `pitch` words from row to row, the groups of columns side by side.
+// While a block is read, what will be needed later is fetched from soon[block] on: `fetch` words for each group of each
+// row, and where there are several parts of A, each goes on by `further` words.
 struct Words {
   const uint32_t* const* blocks;
   const uint32_t* const* soon;

@@ -45,6 +45,7 @@ struct Layers : torch::CustomClassHolder {
         TORCH_CHECK(rows == n, "the weight was packed for another product");
         return weight(words, scales, n, bias, columns, dtype);
       };
+      TORCH_CHECK(layers.empty() || layers[0].cache.kv_heads == pages.kv_heads, "layers differ in their heads");
       TORCH_CHECK(heads % pages.kv_heads == 0 && (pages.bytes || keys.scalar_type() == dtype));
       layers.push_back({norm(input, hidden), norm(q, size), norm(k, size), norm(post, hidden),
                         packed(0, across + 2 * kv, hidden), packed(1, hidden, across), packed(2, 2 * inner, hidden),
@@ -58,10 +59,17 @@ struct Layers : torch::CustomClassHolder {
                                  const Tensor& seq_lens) {
     const int64_t tokens = x.size(0);
     TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.size(1) == hidden && x.scalar_type() == options.dtype());
+    if (!tokens) return {at::empty_like(x), x};
     TORCH_CHECK(positions.numel() == tokens && slots.numel() == tokens && blocks.dim() == 2 &&
                 cos.sizes() == sin.sizes() && 2 * cos.size(1) <= size);
+    TORCH_CHECK(cu_lens.numel() == seq_lens.numel() + 1 && blocks.size(0) == seq_lens.numel() && seq_lens.numel() > 0 &&
+                data<int32_t>(cu_lens)[seq_lens.numel()] == tokens, "the batch does not fit its tokens");
+    const int64_t *at = data<int64_t>(positions), *to = data<int64_t>(slots);
+    TORCH_CHECK(std::all_of(at, at + tokens, [&](int64_t p) { return p >= 0 && p < cos.size(0); }),
+                "a position is beyond the rotary table");
+    const int64_t most_slots = std::get<2>(keep[0]).size(0) * layers[0].cache.block_size;
+    TORCH_CHECK(std::all_of(to, to + tokens, [&](int64_t s) { return s >= 0 && s < most_slots; }), "no such slot");
     Tensor y = at::empty_like(x);
-    if (!tokens) return {y, x};
     std::map<std::pair<int64_t, int64_t>, Plan> plans;  // by heads of the cache and window
     size_t counters = 0;
     int64_t most = 0, padded = 0;

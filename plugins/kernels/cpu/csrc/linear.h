@@ -1,6 +1,6 @@
 // Packed weights, and y = x W^T + b by them.
 //
-// A weight [n][k] becomes [n / 16][k / per][16] words (see dot.h), zero where it is padded. Tasks are blocks of rows of x
+// A weight [n][k] becomes tiles of [k / per][GROUPS * 16] words (see Tile), zero where it is padded. Tasks are blocks of rows of x
 // by blocks of columns; within one, k goes in blocks so that the words in use stay in the second-level cache.
 #pragma once
 #include "dot.h"

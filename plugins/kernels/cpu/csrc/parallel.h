@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #ifdef _OPENMP
 #include <omp.h>
@@ -46,7 +47,7 @@ inline void meet(Team& team) {
     team.next.store(0, std::memory_order_relaxed);
     for (int i = 0; i < size(team); i++) team.taken[i].ends.store(0, std::memory_order_relaxed);
     team.arrived.store(0, std::memory_order_relaxed);
-    team.stage.store(stage + 1, std::memory_order_release);
+    team.stage.exchange(stage + 1);  // whole, before looking who sleeps: a store could pass that by, and nobody be woken
     team.stage.notify_all();
     return;
   }
@@ -145,10 +146,13 @@ inline T* scratch(size_t count) {
     bytes = (bytes + page - 1) / page * page;
     free(memory.data);
     memory.data = aligned_alloc(page, bytes);
-    if (!memory.data) abort();
+    if (!memory.data) {
+      fprintf(stderr, "--kernel cpu: out of memory: %zu bytes of scratch memory\n", bytes);
+      abort();
+    }
     memory.size = bytes;
-#ifdef MADV_HUGE_PAGEPAGE
-    if (page == HUGE_PAGE) madvise(memory.data, bytes, MADV_HUGE_PAGEPAGE);
+#ifdef MADV_HUGEPAGE
+    if (page == HUGE_PAGE) madvise(memory.data, bytes, MADV_HUGEPAGE);
 #endif
   }
   return static_cast<T*>(memory.data);

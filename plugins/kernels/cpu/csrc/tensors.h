@@ -76,7 +76,7 @@ Weight weight(const Tensor& words, const OptionalTensor& scales, int64_t n, cons
               "the weight was packed for another product");
   TORCH_CHECK(!scales || (scales->is_contiguous() &&
                           scales->numel() == words.size(0) * 16 * (blocks ? columns / 32 * (nibbles ? 2 : 1) : 1)));
-  TORCH_CHECK(!scales || blocks || scales->scalar_type() == at::kFloat);
+  TORCH_CHECK(!scales || (blocks ? columns % 32 == 0 : scales->scalar_type() == at::kFloat));
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == n && bias->scalar_type() == dtype));
   return {static_cast<const uint32_t*>(words.const_data_ptr()),
           scales ? scales->const_data_ptr() : nullptr,
