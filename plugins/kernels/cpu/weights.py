@@ -58,10 +58,6 @@ def kept(
 def _code() -> str:
     headers = (SOURCES / name for name in ("blocks.h", "formats.h", "int8.h", "dot.h"))
     files = [Path(__file__), Path(__file__).with_name("backend.py"), *headers]
-        Path(__file__),
-        Path(__file__).with_name("backend.py"),
-        *(SOURCES / name for name in ("blocks.h", "formats.h", "int8.h", "dot.h")),
-    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
