@@ -115,7 +115,14 @@ class TorchExecutor(Executor):
         spec = self.cache_spec
         pinned = {"pinned": True} if device.type != self.device.type else {}
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        return [self.backend.allocate(g, dtype, spec.block_size, blocks, device, **pinned) for g in spec.groups]
+        try:
+            return [self.backend.allocate(g, dtype, spec.block_size, blocks, device, **pinned) for g in spec.groups]
+        except OSError as error:
+            size = machine.size(blocks * sum(self.backend.block_bytes(g, dtype, spec.block_size) for g in spec.groups))
+            raise ConfigError(
+                f"a KV pool of {size} cannot be had ({error.strerror}); give less with --kv-memory, --kv-blocks or "
+                "--swap-space"
+            ) from error
 
     def _swap_blocks(self, blocks: int, block_bytes: int) -> int:
         """Size of the host tier. Raises `ConfigError`, with the numbers, where it does not fit."""

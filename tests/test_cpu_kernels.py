@@ -241,3 +241,42 @@ def test_nothing_of_nothing() -> None:
         assert [x.shape[1] for x in backend.qkv(none, backend.pack("qkv", weight), (16, 16, 16))] == [16] * 3
         assert backend.silu_mul(none).shape == (0, 16)
         assert backend.add_rmsnorm(none, none.clone(), weight[0], 1e-5)[0].shape == (0, 32)
+
+
+@isas
+@pytest.mark.parametrize("kind", ["float", "int8"])
+def test_any_number_of_rows(isa: str, kind: str) -> None:
+    """Steps of about 1,000 tokens, whose rows go in parts of a size that does not divide them."""
+    backend = CpuBackend(CpuOptions(isa=isa), "int8" if kind == "int8" else "none")
+    weight = normal(40, 64)
+    packed = backend.pack("linear", weight)
+    for rows in (95, 97, 385, 991, 995, 999, 1081):
+        x = normal(rows, 64)
+        found = backend.linear(x, packed)
+        assert error(found, x.double() @ weight.double().T) < (1e-4 if kind == "float" else 0.2)
+
+
+@isas
+@pytest.mark.parametrize("bytes", [False, True], ids=["float", "int8"])
+def test_a_nan_is_not_lost(isa: str, bytes: bool, threads: Callable[[int], None]) -> None:
+    """Wherever in a context it is, in keys or in values, whoever sees it is not given a number."""
+    backend, length = CpuBackend(CpuOptions(isa=isa)), 272
+    group, still = CacheGroup(1, 1, 16), Rope(torch.ones(length, 8), torch.zeros(length, 8))
+    kind = torch.int8 if bytes else torch.float32
+    threads(2)
+    for at in (0, 100, 112, 120, 124, 127, 256, 271):
+        for which in (0, 1):
+            (cache,) = backend.allocate(group, kind, 16, length // 16, CPU)
+            kv = [normal(length, 1, 16), normal(length, 1, 16, seed=1)]
+            kv[which][at, 0, 3] = torch.nan
+            table = np.arange(length // 16, dtype=np.int32)[None]
+
+            def prepare(start: int, table: np.ndarray = table) -> Meta:
+                lens = np.array([length - start], np.int32)
+                return backend.prepare(
+                    Batch(np.array([start], np.int32), lens, (table,), np.ones(1, np.bool_), 16), CPU
+                )
+
+            backend.rope_store(kv[0][:, :1].clone(), *kv, torch.arange(length), still, cache, 0, prepare(0))
+            y = backend.attention(normal(1, 16, 16), cache, 0, prepare(length - 1), 0.25, None)
+            assert y.isnan().any(-1).all(), f"{('key', 'value')[which]} {at}"

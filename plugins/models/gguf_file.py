@@ -62,7 +62,8 @@ class GGUFFile:
         if not self._hash:
             with self.path.open("rb") as file:
                 stat = os.fstat(file.fileno())
-                mark = f"{self.path.resolve()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
+                place = f"{self.path.resolve()} {stat.st_dev} {stat.st_ino} {stat.st_size}"
+                mark = f"{place} {stat.st_mtime_ns} {stat.st_ctime_ns}"
                 memo = cache_folder("hashes") / hashlib.sha256(mark.encode()).hexdigest()
                 known = _remembered(memo)
                 self._hash = known or hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,10 +23,18 @@ inline float softmax(const float* s, A* p, int count, int low, int high, float s
                      float& maximum, float& total) {
   const vf none = all(-INFINITY);
   const vi lane = lanes();
-  vf top = none;
+  vf top = none, odd = {};
   for (int i = 0; i < count; i += W) {
     vi at = lane + i;
-    top = max(top, (at >= low) & (at < high) ? load<vf>(s + i) * scale : none);
+    vf x = (at >= low) & (at < high) ? load<vf>(s + i) * scale : none;
+    top = max(top, x);
+    odd = x == x ? odd : x;
+  }
+  if (sum(odd) != 0) {  // what is no number is not to be lost in a comparison
+    total = NAN;
+    maximum = 0;
+    for (int i = 0; i < count; i += W) put(p + i, vf{});
+    return 1;
   }
   const float before = maximum;
   maximum = largest(top) > before ? largest(top) : before;

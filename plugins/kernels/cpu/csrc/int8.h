@@ -138,7 +138,6 @@ template <class T>
 void linear_int8(Team& team, const Product& p, DotInt8::A* a) {
   using D = DotInt8;
   using A = D::A;
-  constexpr int64_t ROWS = 96;  // as in linear.h
   constexpr int64_t STEPS = SPAN / D::per, WORD = 4 / sizeof(A), STRIDE = SPAN + 2 * WORD;
   const Matrix& x = p.x;
   const int64_t n = p.weight.n, m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per;
@@ -148,7 +147,7 @@ void linear_int8(Team& team, const Product& p, DotInt8::A* a) {
   split(team, m, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) row_int8(static_cast<const T*>(x.data) + r * x.pitch, k, a + r * lda);
   });
-  const int64_t chunks = (m + ROWS - 1) / ROWS, chunk = round_up((m + chunks - 1) / chunks, D::rows(D::GROUPS));
+  const int64_t chunk = rows_at_once<D>(m), chunks = (m + chunk - 1) / chunk;
   const int64_t across = round_up(groups, D::GROUPS), ldc = D::GROUPS * LANES;
   float* c = scratch<float>(chunk * ldc);
   shares(team, chunks * across, D::GROUPS, [&](int64_t begin, int64_t end) {

@@ -93,7 +93,7 @@ struct Layers : torch::CustomClassHolder {
       remaining.insert(remaining.end(), plan.counters.begin(), plan.counters.end());
     }
     const Tensor partial = at::empty({most * MOST_ROWS * (padded + 2)}, options.dtype(at::kFloat));
-    kernels(isa, x).decoder(at::get_num_threads(),
+    kernels(isa, x).decoder(threads(tokens * 2 * inner * hidden, 8 * PRODUCTS),
                             {layers.data(), int64_t(layers.size()), tokens, hidden, heads, inner, x.data_ptr(),
                              y.data_ptr(), data<int64_t>(positions), data<int64_t>(slots), data<float>(cos),
                              data<float>(sin), cos.size(1), float(eps), float(scale), data<int32_t>(blocks),

@@ -75,18 +75,25 @@ struct Some {
   operator Words() const { return {&b, &soon, 1, steps, pitch, fetch, further}; }
 };
 
+// Of m rows, in parts of about the same size, that stay in the second-level cache, and are as many as the inner loop likes.
+template <class D>
+int64_t rows_at_once(int64_t m) {
+  const int64_t most = 96, parts = (m + most - 1) / most;
+  return round_up((m + parts - 1) / parts, D::rows(D::GROUPS));
+}
+
 template <class D>
 void linear(Team& team, const Product& p) {
   using T = typename D::T;
   using A = typename D::A;
-  constexpr int64_t ROWS = 96, BLOCK = 512, LDC = D::GROUPS * LANES;
+  constexpr int64_t BLOCK = 512, LDC = D::GROUPS * LANES;
   const Matrix& x = p.x;
   const int64_t n = p.weight.n, m = x.rows, k = x.columns, steps = round_up(k, D::per) / D::per;
   const int64_t groups = round_up(n, LANES) / LANES, across = round_up(groups, D::GROUPS);
   const T* bias = static_cast<const T*>(p.weight.bias);
   const bool single = m <= D::rows(D::GROUPS);  // every word is used once: take it in the order of memory
   const int64_t block = single ? steps : std::min(steps, BLOCK);
-  const int64_t chunks = (m + ROWS - 1) / ROWS, chunk = round_up((m + chunks - 1) / chunks, D::rows(D::GROUPS));
+  const int64_t chunk = rows_at_once<D>(m), chunks = (m + chunk - 1) / chunk;
   const bool as_is = std::is_same_v<A, T> && k % D::per == 0;
   const int64_t lda = as_is ? x.pitch : steps * D::per + 64 / sizeof(A);
   float* c = scratch<float>(chunk * (LDC + (as_is ? 0 : lda)));

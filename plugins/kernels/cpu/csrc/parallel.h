@@ -28,7 +28,7 @@ struct Team {
   struct alignas(64) Taken {
     std::atomic<uint64_t> ends{0};  // of a member's share: from its beginning, and << 32 from its end
   };
-  std::atomic<int> size{1};
+  std::atomic<int> size{1}, spins{0};
   alignas(64) std::atomic<int64_t> next{0};    // task
   alignas(64) std::atomic<int> arrived{0};     // members
   alignas(64) std::atomic<uint32_t> stage{0};  // meetings that are over
@@ -51,7 +51,7 @@ inline void meet(Team& team) {
     team.stage.notify_all();
     return;
   }
-  for (int i = 0; i < SPINS; i++) {
+  for (int i = team.spins.load(std::memory_order_relaxed); i > 0; i--) {
     if (team.stage.load(std::memory_order_acquire) != stage) return;
 #if defined(__SSE2__)
     _mm_pause();
@@ -120,7 +120,9 @@ inline void together(int threads, F&& f) {
     threads = std::min(threads, MOST_THREADS);
 #pragma omp parallel num_threads(threads)
     {
-      team.size.store(omp_get_num_threads(), std::memory_order_relaxed);  // the same for all
+      const int size = omp_get_num_threads();  // the same for all
+      team.size.store(size, std::memory_order_relaxed);
+      team.spins.store(size <= omp_get_num_procs() ? SPINS : 0, std::memory_order_relaxed);
       f(team);
     }
     return;
