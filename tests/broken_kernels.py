@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from framework import CacheGroup, Meta, ReferenceBackend, Rope, Support
+from framework import CacheGroup, Decoder, KernelBackend, Meta, ReferenceBackend, Rope, Support
 
 
 class Toy(ReferenceBackend):
@@ -252,3 +252,14 @@ class SlotsOfOneBlock(Toy):
         meta = super().prepare(*args, **kwargs)
         meta.slots = tuple(slots % meta.batch.block_size for slots in meta.slots)
         return meta
+
+
+class ForgetsTheLastLayer(Toy):
+    def decoder(self, x: Any, decoder: Any, caches: Any, *args: Any) -> Any:
+        some = Decoder(decoder.layers[:-1], *(getattr(decoder, name) for name in Decoder.__slots__[1:-1]))
+        return KernelBackend.decoder(self, x, some, caches[:-1], *args)
+
+
+class LeavesTheResidualOut(Toy):
+    def decoder(self, *args: Any) -> Any:
+        return super().decoder(*args)[0], None
