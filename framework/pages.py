@@ -1,7 +1,7 @@
 """Memory of huge pages.
 
-Reading weights or a KV cache touches page after page once, and with pages of 4 KiB looking up where they lie takes
-about as long as reading them. Linux gives pages of 2 MiB to those who ask (transparent huge pages, unless
+Reading weights or a KV cache touches page after page once, and with pages of 4 KiB looking up where they lie takes two
+thirds as long as reading them. Linux gives pages of 2 MiB to those who ask (transparent huge pages, unless
 /sys/kernel/mm/transparent_hugepage/enabled says `never`).
 """
 

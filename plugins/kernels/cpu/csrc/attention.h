@@ -187,7 +187,8 @@ void attend(const Task& task, const Attention& work) {
 }
 
 template <class D>
-void attention(Team& team, const Attention& work) {  // heads of a request are neighbours here, and their pages in memory
+void attention(Team& team, const Attention& work) {
+  // Shares, as heads of a request are neighbours among the tasks, and their pages in memory.
   shares(team, work.count, 1, [&](int64_t i, int64_t) { attend<D>(work.tasks[i], work); });
 }
 

@@ -157,7 +157,7 @@ void linear_int8(Team& team, const Product& p, DotInt8::A* a) {
     const Tile<D> tile(p.weight.words, g, groups, steps);
     memset(c, 0, rows * ldc * sizeof(float));
     for (int64_t s = 0; s < steps; s += STEPS) {
-      const Some<D> words(rows, tile.words + s * tile.pitch, std::min(STEPS, steps - s), tile.pitch);
+      const Stretch<D> words(rows, tile.words + s * tile.pitch, std::min(STEPS, steps - s), tile.pitch);
       product<D>(rows, some, a + r0 * lda + s / STEPS * STRIDE + WORD, lda, words, c, ldc, true);
     }
     for (int64_t r = 0; r < rows; r++)

@@ -45,7 +45,8 @@ struct Layers : torch::CustomClassHolder {
         TORCH_CHECK(rows == n, "the weight was packed for another product");
         return weight(words, scales, n, bias, columns, dtype);
       };
-      TORCH_CHECK(layers.empty() || layers[0].cache.kv_heads == pages.kv_heads, "layers differ in their heads");
+      TORCH_CHECK(layers.empty() || (layers[0].cache.kv_heads == pages.kv_heads && layers[0].cache.padded == pages.padded),
+                  "layers differ in their caches");
       TORCH_CHECK(heads % pages.kv_heads == 0 && (pages.bytes || keys.scalar_type() == dtype));
       layers.push_back({norm(input, hidden), norm(q, size), norm(k, size), norm(post, hidden),
                         packed(0, across + 2 * kv, hidden), packed(1, hidden, across), packed(2, 2 * inner, hidden),
@@ -70,30 +71,29 @@ struct Layers : torch::CustomClassHolder {
     const int64_t most_slots = std::get<2>(keep[0]).size(0) * layers[0].cache.block_size;
     TORCH_CHECK(std::all_of(to, to + tokens, [&](int64_t s) { return s >= 0 && s < most_slots; }), "no such slot");
     Tensor y = at::empty_like(x);
-    std::map<std::pair<int64_t, int64_t>, Plan> plans;  // by heads of the cache and window
+    const int team = threads(tokens * 2 * inner * hidden, 8 * PRODUCTS);
+    std::map<int64_t, Plan> plans;  // by window
     size_t counters = 0;
-    int64_t most = 0, padded = 0;
+    int64_t most = 0;
     for (Layer& layer : layers) {
-      const auto key = std::pair{layer.cache.kv_heads, layer.window};
-      if (!plans.count(key))
-        plans[key] = make_plan(data<int32_t>(cu_lens), data<int32_t>(seq_lens), seq_lens.numel(), heads, key.first,
-                               key.second, at::get_num_threads());
-      const Plan& plan = plans[key];
+      if (!plans.count(layer.window))
+        plans[layer.window] = make_plan(data<int32_t>(cu_lens), data<int32_t>(seq_lens), seq_lens.numel(), heads,
+                                        layer.cache.kv_heads, layer.window, team);
+      const Plan& plan = plans[layer.window];
       layer.tasks = plan.tasks.data();
       layer.count = plan.tasks.size();
       counters += plan.counters.size();
       most = std::max<int64_t>(most, std::accumulate(plan.counters.begin(), plan.counters.end(), int64_t(0)));
-      padded = std::max(padded, layer.cache.padded);
     }
     std::vector<int32_t> remaining;
     remaining.reserve(counters);
     for (Layer& layer : layers) {
-      const Plan& plan = plans[{layer.cache.kv_heads, layer.window}];
+      const Plan& plan = plans[layer.window];
       layer.remaining = remaining.data() + remaining.size();
       remaining.insert(remaining.end(), plan.counters.begin(), plan.counters.end());
     }
-    const Tensor partial = at::empty({most * MOST_ROWS * (padded + 2)}, options.dtype(at::kFloat));
-    kernels(isa, x).decoder(threads(tokens * 2 * inner * hidden, 8 * PRODUCTS),
+    const Tensor partial = at::empty({most * MOST_ROWS * (layers[0].cache.padded + 2)}, options.dtype(at::kFloat));
+    kernels(isa, x).decoder(team,
                             {layers.data(), int64_t(layers.size()), tokens, hidden, heads, inner, x.data_ptr(),
                              y.data_ptr(), data<int64_t>(positions), data<int64_t>(slots), data<float>(cos),
                              data<float>(sin), cos.size(1), float(eps), float(scale), data<int32_t>(blocks),

@@ -1,7 +1,7 @@
 // Packed weights, and y = x W^T + b by them.
 //
-// A weight [n][k] becomes tiles of [k / per][GROUPS * 16] words (see Tile), zero where it is padded. Tasks are blocks of rows of x
-// by blocks of columns; within one, k goes in blocks so that the words in use stay in the second-level cache.
+// A weight [n][k] becomes tiles of [k / per][GROUPS * 16] words (see Tile), zero where it is padded. Tasks are chunks of
+// rows of x by tiles; within one, k goes in blocks so that the words in use stay in the second-level cache.
 #pragma once
 #include "dot.h"
 #include "kernels.h"
@@ -59,13 +59,13 @@ inline void* place(const Product& p, int64_t r, int64_t i) {
   return static_cast<char*>(p.y) + (r * p.weight.n + i) * (p.wide ? sizeof(float) : sizeof(T));
 }
 
-// `steps` rows of a tile, for m rows of A. What is fetched meanwhile: if these are many, the words that follow, of which each
-// part of the rows takes its share; if not, those that are read, as the hardware sees best what comes in order.
+// `steps` rows of a tile, for m rows of A. What is fetched meanwhile: if these are many, the words that follow, of which
+// each part of the rows takes its share; if not, those that are read, as the hardware sees best what comes in order.
 template <class D>
-struct Some {
+struct Stretch {
   const uint32_t *b, *soon;
   int64_t steps, pitch, fetch = LANES, further = 0;
-  Some(int64_t m, const uint32_t* b, int64_t steps, int64_t pitch) : b(b), soon(b), steps(steps), pitch(pitch) {
+  Stretch(int64_t m, const uint32_t* b, int64_t steps, int64_t pitch) : b(b), soon(b), steps(steps), pitch(pitch) {
     const int64_t most = D::rows(D::GROUPS), parts = (m + most - 1) / most;
     if (parts <= 2) return;
     soon = b + steps * pitch;
@@ -75,7 +75,7 @@ struct Some {
   operator Words() const { return {&b, &soon, 1, steps, pitch, fetch, further}; }
 };
 
-// Of m rows, in parts of about the same size, that stay in the second-level cache, and are as many as the inner loop likes.
+// Rows of a chunk: of about the same size each, within the second-level cache, and as many as the inner loop likes.
 template <class D>
 int64_t rows_at_once(int64_t m) {
   const int64_t most = 96, parts = (m + most - 1) / most;
@@ -112,7 +112,7 @@ void linear(Team& team, const Product& p) {
     }
     const Tile<D> tile(p.weight.words, g, groups, steps);
     for (int64_t s = 0; s < steps; s += block) {
-      const Some<D> words(rows, tile.words + s * tile.pitch, std::min(block, steps - s), tile.pitch);
+      const Stretch<D> words(rows, tile.words + s * tile.pitch, std::min(block, steps - s), tile.pitch);
       product<D>(rows, some, a + s * D::per, lda, words, c, LDC, s > 0);
     }
     for (int64_t r = 0; r < rows; r++)

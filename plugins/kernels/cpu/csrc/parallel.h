@@ -1,7 +1,7 @@
 // One way to run tasks on torch's threads, and memory that each of them keeps.
 //
-// All members of a team run the same kernels in the same order; `parallel` is where they share work and wait for one
-// another. Between two kernels they are already there, spinning: starting OpenMP threads anew for each would take as long
+// All members of a team run the same kernels in the same order; `parallel` and `shares` are where they share work and
+// wait for one another. Between two kernels they are already there, spinning: starting OpenMP threads anew for each would take as long
 // as many of the kernels of a decode.
 #pragma once
 #include <algorithm>
@@ -47,7 +47,8 @@ inline void meet(Team& team) {
     team.next.store(0, std::memory_order_relaxed);
     for (int i = 0; i < size(team); i++) team.taken[i].ends.store(0, std::memory_order_relaxed);
     team.arrived.store(0, std::memory_order_relaxed);
-    team.stage.exchange(stage + 1);  // whole, before looking who sleeps: a store could pass that by, and nobody be woken
+    // In order before looking who sleeps: behind a plain store, that could see nobody yet, and nobody would be woken.
+    team.stage.exchange(stage + 1, std::memory_order_seq_cst);
     team.stage.notify_all();
     return;
   }
@@ -79,8 +80,8 @@ inline int member() {
 #endif
 }
 
-// f(begin, end) over [0, n), in pieces that cross no multiple of `grain`. Every member works through a share of its own, as
-// memory is read fastest in its order, and then takes from the ends of others', who may have been held up.
+// f(begin, end) over [0, n), in pieces that cross no multiple of `grain`. Every member works through a share of its own,
+// as memory is read fastest in its order, and then takes from the ends of others', who may have been held up.
 template <class F>
 inline void shares(Team& team, int64_t n, int64_t grain, const F& f) {
   const int threads = size(team), self = threads == 1 ? 0 : member();
