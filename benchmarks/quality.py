@@ -80,7 +80,8 @@ def measure(settings: Settings, text: Path, window: int, most: int, exact: list[
         count = len(given)
         table = np.arange(-(-(start + count) // BLOCK), dtype=np.int32)[None]
         starts, lens = np.array([start], np.int32), np.array([count], np.int32)
-        meta = executor.backend.prepare(Batch(starts, lens, (table,), np.ones(1, np.bool_), BLOCK), executor.device)
+        batch = Batch(starts, lens, (table,), np.ones(1, np.bool_), BLOCK)
+        meta = executor.backend.prepare(batch, executor.device.torch)
         meta.logits_rows = torch.arange(count)
         logits = executor.model.forward(given, torch.arange(start, start + count), executor._caches, meta)
         logits = logits.float()

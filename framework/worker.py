@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from . import machine
 from .batch import Array, RowBatch, Rows, Step
 from .defaults import model_class
+from .device import Device, make_device
 from .errors import ConfigError, ModelError, PluginError
 from .executor import Done, Executor, Pending
 from .kernels import Batch, KernelBackend, Meta, Quantized
@@ -48,7 +49,7 @@ class TorchExecutor(Executor):
         self.plugins = plugins
         self.checkpoint = checkpoint
         self.model: Model | None = None
-        self.device = torch.device("cpu")
+        self.device: Device = make_device(torch.device("cpu"))
         self._pools: list[list[Any]] = []
         self._host: list[list[Any]] = []  # made when something is first swapped out
         self._host_blocks = 0
@@ -61,7 +62,7 @@ class TorchExecutor(Executor):
     @torch.inference_mode()
     def start(self, progress: Callable[[str, float], None] = lambda stage, share: None) -> Capacity:
         settings, config = self.settings, self.checkpoint.config
-        self.device = resolve_device(settings.device)
+        self.device = make_device(resolve_device(settings.device))
         cpus = machine.cpus()
         self.threads = settings.threads or machine.threads()
         self.notes: list[str] = []
@@ -72,9 +73,9 @@ class TorchExecutor(Executor):
         if architecture is None:
             raise ModelError(f"{self.checkpoint.path}: config.json names no architecture (key 'architectures')")
         self.spec = model_class(self.plugins, settings, architecture).spec(config)
-        dtype = resolve_dtype(settings.dtype, self.device)
+        dtype = resolve_dtype(settings.dtype, self.device.torch)
         self.dtype_name = _name(dtype)
-        call, known = self.plugins.call, {"dtype": dtype, "device": self.device}
+        call, known = self.plugins.call, {"dtype": dtype, "device": self.device.torch}
         self.backend = call("kernel_backend", KernelBackend, settings=settings, spec=self.spec, **known)
         self.backend_name = self.backend.name
         self.notes += [f"--kernel auto passed over {reason}" for reason in self.backend.declined]
@@ -100,20 +101,19 @@ class TorchExecutor(Executor):
         block_bytes = sum(self.backend.block_bytes(g, cache_dtype, spec.block_size) for g in spec.groups)
         blocks = self._blocks(block_bytes)
         self._host_blocks = self._swap_blocks(blocks, block_bytes)
-        self._pools = self._allocate(blocks, self.device)
+        self._pools = self._allocate(blocks, self.device.torch)
         self._caches = [cache for pool in self._pools for cache in pool]
         self._rows = Rows(len(spec.groups), spec.block_size, settings.max_num_seqs)
         progress("warm up", 0.0)
         self._warm_up(blocks, block_bytes)
         progress("warm up", 1.0)
-        cuda = self.device.type == "cuda"
-        self.device_name = torch.cuda.get_device_name(self.device) if cuda else machine.cpu_name()
+        self.device_name = self.device.name
         return Capacity({"device": blocks, "host": self._host_blocks}, block_bytes, self.device_name)
 
     def _allocate(self, blocks: int, device: torch.device) -> list[list[Any]]:
         """A pool on `device`; on the host of a GPU, in memory that the GPU can copy to and from by itself."""
         spec = self.cache_spec
-        pinned = {"pinned": True} if device.type != self.device.type else {}
+        pinned = {"pinned": True} if device.type != self.device.torch.type else {}
         dtype: torch.dtype = getattr(torch, spec.dtype)
         try:
             return [self.backend.allocate(g, dtype, spec.block_size, blocks, device, **pinned) for g in spec.groups]
@@ -128,7 +128,7 @@ class TorchExecutor(Executor):
         """Size of the host tier. Raises `ConfigError`, with the numbers, where it does not fit."""
         space = self.settings.swap_space
         count = host_blocks(space, blocks, block_bytes)
-        free = machine.free_memory() - (0 if self.device.type == "cuda" else blocks * block_bytes)
+        free = machine.free_memory() - (blocks * block_bytes if self.device.torch.type == "cpu" else 0)
         if space is None:  # nobody relies on it
             return min(count, max(0, free) // block_bytes)
         if count * block_bytes > free:
@@ -141,7 +141,7 @@ class TorchExecutor(Executor):
     def _blocks(self, block_bytes: int) -> int:
         """Size of the pool. Raises `ConfigError`, with the numbers, where it does not fit."""
         settings, block_size = self.settings, self.settings.block_size
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else machine.free_memory()
+        free = self.device.free_memory()
         if settings.kv_blocks is not None:
             blocks, field = settings.kv_blocks, f"--kv-blocks {settings.kv_blocks}"
         else:
@@ -200,15 +200,13 @@ class TorchExecutor(Executor):
 
     def _now(self) -> float:
         """Seconds, once all that was asked of the device is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.device.synchronize()
         return time.perf_counter()
 
     def stop(self) -> None:
         self.model, self._pools, self._host, self._caches, self._inputs = None, [], [], [], None
         self._rows = Rows(0, 1)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.device.release_memory()
 
     # Steps
 
@@ -256,7 +254,7 @@ class TorchExecutor(Executor):
         for (group, *tiers), some in itertools.groupby(copies, lambda c: (c.group, c.src_tier, c.dst_tier)):
             pairs = [(c.src, c.dst) for c in some]
             if tiers == ["device", "device"]:
-                src, dst = torch.tensor(pairs, dtype=torch.int64).to(self.device).T.contiguous()
+                src, dst = torch.tensor(pairs, dtype=torch.int64).to(self.device.torch).T.contiguous()
                 self.backend.copy_blocks(self._pools[group], src, dst)
                 continue
             if not self._host and self._host_blocks:
@@ -267,10 +265,10 @@ class TorchExecutor(Executor):
             self.backend.move_blocks(pools[tiers[0]], pools[tiers[1]], pairs)
 
     def _prepare(self, batch: Batch, tokens: Array, positions: Array) -> Inputs:
-        meta = self.backend.prepare(batch, self.device)
+        meta = self.backend.prepare(batch, self.device.torch)
         return (
-            torch.from_numpy(tokens).to(self.device, non_blocking=True),
-            torch.from_numpy(positions).to(self.device, non_blocking=True),
+            torch.from_numpy(tokens).to(self.device.torch, non_blocking=True),
+            torch.from_numpy(positions).to(self.device.torch, non_blocking=True),
             meta,
         )
 
@@ -279,10 +277,10 @@ class TorchExecutor(Executor):
         if not step.advanced or self._inputs is None:
             return None
         tokens, positions, meta = self._inputs
-        if self.device.type != "cpu":  # else they are the step's own arrays
+        if self.device.torch.type != "cpu":  # else they are the step's own arrays
             tokens.copy_(torch.from_numpy(step.tokens), non_blocking=True)
             positions.copy_(torch.from_numpy(step.positions), non_blocking=True)
-        return tokens, positions, self.backend.advance(step.batch, meta, self.device, step.moved)
+        return tokens, positions, self.backend.advance(step.batch, meta, self.device.torch, step.moved)
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:
         assert self.model is not None

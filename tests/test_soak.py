@@ -205,7 +205,7 @@ def _alone(executor: TorchExecutor) -> Predict:
         count = len(tokens)
         table = np.arange(-(-count // 16), dtype=np.int32)[None]
         one = Batch(np.zeros(1, np.int32), np.array([count], np.int32), (table,), np.ones(1, np.bool_), 16)
-        meta = executor.backend.prepare(one, executor.device)
+        meta = executor.backend.prepare(one, executor.device.torch)
         meta.logits_rows = torch.arange(count)
         assert executor.model is not None
         return executor.model.forward(tokens, torch.arange(count), executor._caches, meta).float()
