@@ -36,7 +36,7 @@ _PUBLIC = {
         "kv",
     ),
     **dict.fromkeys(
-        ("Batch", "Decoder", "DecoderLayer", "KernelBackend", "Meta", "Quantized", "Rope", "Support"),
+        ("Batch", "Decoder", "DecoderLayer", "GraphLimits", "KernelBackend", "Meta", "Quantized", "Rope", "Support"),
         "kernels",
     ),
     **dict.fromkeys(("Checkpoint", "Model", "ModelSpec"), "model"),
@@ -44,6 +44,7 @@ _PUBLIC = {
     **dict.fromkeys(("SampleBatch", "Sampled"), "sampling"),
     **dict.fromkeys(("Delivery", "ResponseRecord"), "records"),
     "ReferenceBackend": "ops",
+    "send": "device",
     "Tokenizer": "tokenizer",
     **dict.fromkeys(
         ("ConfigError", "EngineDead", "FrameworkError", "InvalidRequest", "ModelError", "PluginError", "Rejected"),
@@ -69,6 +70,7 @@ __all__ = [
     "EngineDead",
     "Executor",
     "FrameworkError",
+    "GraphLimits",
     "InvalidRequest",
     "KVCache",
     "KernelBackend",
@@ -109,6 +111,7 @@ __all__ = [
     "Want",
     "__version__",
     "hookimpl",
+    "send",
 ]
 
 
@@ -123,6 +126,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from .device import send
     from .errors import (
         ConfigError,
         EngineDead,
@@ -134,7 +138,7 @@ if TYPE_CHECKING:
     )
     from .executor import Clock, Executor, MonotonicClock, Pending
     from .hookspecs import hookimpl
-    from .kernels import Batch, Decoder, DecoderLayer, KernelBackend, Meta, Quantized, Rope, Support
+    from .kernels import Batch, Decoder, DecoderLayer, GraphLimits, KernelBackend, Meta, Quantized, Rope, Support
     from .kv import CacheGroup, CacheSpec, Capacity, KVCache, Reservation, Usage
     from .llm import LLM, RequestOutput
     from .model import Checkpoint, Model, ModelSpec

@@ -143,7 +143,6 @@ class Rows:
         step.longest = int(ends.max())
         width = -(-step.longest // self.block_size) + SPARE
         tables = tuple(table[rows, :width] for table in self.tables)
-        step.batch = Batch(starts, lens, tables, samples, self.block_size)
         step.sampled = RowBatch(self, list(compress(ids, samples_)), rows[samples]) if any(samples_) else None
         step.advanced = step.moved = False
         step.counters = None
@@ -152,6 +151,7 @@ class Rows:
             step.positions = step.counters[0]
             step.left = self._left(step.positions)
             step.room = min((table.shape[1] for table in tables), default=0) * self.block_size
+        step.batch = Batch(starts, lens, tables, samples, self.block_size, step.tokens, step.positions)
         return step
 
     def _advance(self, step: Step, starts: tuple[int, ...], changes: list[tuple[int, Delta]]) -> bool:

@@ -1,16 +1,44 @@
-"""What an executor asks of the device besides computing: to wait, to tell its memory, to bring results to the host."""
+"""What an executor asks of the device besides computing: to wait, to tell its memory, to take inputs and bring results,
+to repeat what it did."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from . import machine
 
+Array = np.ndarray[Any, Any]
+ALIGNMENT = 16
+"""Bytes at whose multiples the arrays that are sent together begin."""
+BUFFERS = 8
+"""Staging buffers of a device: two steps may be in flight, and each sends a few times."""
+
+
+class Event(Protocol):
+    """A point in what a device was asked to do."""
+
+    def synchronize(self) -> None:
+        """Return once the device has come to it."""
+
+
+class Graph(Protocol):
+    """What a device was asked to do while it was captured."""
+
+    def replay(self) -> None:
+        """Do it again, with what its inputs, at the addresses that they had, now hold."""
+
 
 class Device:
     """A CPU: whatever it is asked to do is done when the call returns. `torch` is the device in torch's terms."""
+
+    dedicated = False
+    """Whether its memory is its own: what it computes with has to be sent, and what a step takes can be measured."""
+    graphs = False
+    """Whether it has `capture`."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
@@ -23,20 +51,46 @@ class Device:
         """Bytes that a KV pool could have."""
         return machine.free_memory()
 
+    def total_memory(self) -> int:
+        """Bytes of a dedicated device, whoever uses them."""
+        raise NotImplementedError
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """The most bytes of a dedicated device that `run` takes at once, beyond those taken before."""
+        raise NotImplementedError
+
     def synchronize(self) -> None:
         """Return once all that was asked of the device is done."""
 
     def release_memory(self) -> None:
         """Give memory that nothing uses back to the system."""
 
+    def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        """Arrays as tensors of the device, in one copy behind what it was asked to do before. They may be changed once
+        this returns; a CPU's tensors are the arrays' own memory, and change with them."""
+        return [torch.from_numpy(array) for array in arrays]
+
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Begin to copy tensors to the host behind what the device was asked to do before, and not behind what it is
         asked to do later. The function waits for that, and returns them."""
         return lambda: list(tensors)
 
+    def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
+        """Run it twice: once for what is set up on first use, then captured. `beside`: a graph whose scratch memory
+        this one uses too, so that they never run at once. Raises what torch raises where something cannot be captured.
+        """
+        raise NotImplementedError
+
 
 class CudaDevice(Device):
     """A CUDA device, which does one thing after the other while the host goes on."""
+
+    dedicated = True
+    graphs = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._staging = Staging(device)
 
     @property
     def name(self) -> str:
@@ -45,16 +99,29 @@ class CudaDevice(Device):
     def free_memory(self) -> int:
         return torch.cuda.mem_get_info(self.torch)[0]
 
+    def total_memory(self) -> int:
+        return torch.cuda.mem_get_info(self.torch)[1]
+
+    def peak(self, run: Callable[[], object]) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        before = torch.cuda.memory_allocated(self.torch)
+        run()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.torch) - before
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
 
+    def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        return self._staging.send(arrays)
+
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         here = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.torch))
+        event = self._staging.event()
 
         def wait() -> list[torch.Tensor]:
             event.synchronize()
@@ -62,6 +129,97 @@ class CudaDevice(Device):
 
         return wait
 
+    def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
+        own, other = torch.cuda.current_stream(self.torch), torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
+        other.wait_stream(own)
+        with torch.cuda.stream(other):  # not on the stream that eager steps use, as torch demands
+            run()
+        own.wait_stream(other)
+        graph = torch.cuda.CUDAGraph()
+        pool = beside.pool() if isinstance(beside, torch.cuda.CUDAGraph) else None
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+        return graph
+
+
+class Staging:
+    """Page-locked host memory that a CUDA device copies from by itself: buffers in turn, each used again once its copy
+    is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[torch.Tensor | None] = [None] * BUFFERS
+        self._copied: list[Event | None] = [None] * BUFFERS
+        self._next = 0
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """A buffer, uint8 [size]."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, there: torch.Tensor, here: torch.Tensor) -> None:
+        """Begin a copy to the device."""
+        there.copy_(here, non_blocking=True)
+
+    def event(self) -> Event:
+        """Behind all that the device has been asked to do."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
+        starts, size = [0, *ends[:-1]], ends[-1]
+        turn, self._next = self._next, (self._next + 1) % BUFFERS
+        buffer, copied = self._buffers[turn], self._copied[turn]
+        if copied is not None:
+            copied.synchronize()
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[turn] = self.pinned(1 << max(12, (size - 1).bit_length()))
+        memory = buffer.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        there = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self.copy(there, buffer[:size])
+        self._copied[turn] = self.event()
+        return [
+            there[start : start + array.nbytes].view(_dtype(array.dtype)).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+
+_dtypes: dict[np.dtype[Any], torch.dtype] = {}
+
+
+def _dtype(of: np.dtype[Any]) -> torch.dtype:
+    found = _dtypes.get(of)
+    if found is None:
+        found = _dtypes[of] = torch.from_numpy(np.empty(0, of)).dtype
+    return found
+
+
+_devices: dict[torch.device, Device] = {}
+
 
 def make_device(device: torch.device) -> Device:
-    return CudaDevice(device) if device.type == "cuda" else Device(device)
+    """The one that stands for `device` in this process."""
+    found = _devices.get(device)
+    if found is None:
+        found = _devices[device] = CudaDevice(device) if device.type == "cuda" else Device(device)
+    return found
+
+
+def send(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+    """What a kernel backend moves to its device in `prepare` and `advance`: see `Device.send`."""
+    return make_device(device).send(arrays)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it says that memory ran out, a device's or the host's, be it through a plugin's error."""
+    while True:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
+            return True
+        if error.__cause__ is None:
+            return False
+        error = error.__cause__

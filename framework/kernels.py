@@ -61,7 +61,8 @@ class Batch(NamedTuple):
     starts: int32 [R], tokens already in the cache before this step. lens: int32 [R], new tokens, > 0, decodes (1 token)
     not necessarily first. tables: one int32 [R, max blocks] per cache group; entries beyond
     ceil((start + len) / block_size) are undefined, and those that lie wholly before the window name any block of the
-    pool. samples: bool [R]. block_size: tokens per block.
+    pool. samples: bool [R]. block_size: tokens per block. tokens, positions: int64 [T], what `Model.forward` gets, to
+    be moved with the rest; None: they are moved by others.
     """
 
     starts: np.ndarray[Any, Any]
@@ -69,6 +70,20 @@ class Batch(NamedTuple):
     tables: tuple[np.ndarray[Any, Any], ...]
     samples: np.ndarray[Any, Any]
     block_size: int
+    tokens: np.ndarray[Any, Any] | None = None
+    positions: np.ndarray[Any, Any] | None = None
+
+
+class GraphLimits(NamedTuple):
+    """The steps that a captured graph serves. rows: their requests, each with one new token that is sampled. columns:
+    of each cache group's table. max_seq: most tokens of a request, the new one included. block_size: tokens per block.
+    """
+
+    rows: int
+    columns: tuple[int, ...]
+    max_seq: int
+    block_size: int
+    device: torch.device
 
 
 class Meta:
@@ -76,7 +91,8 @@ class Meta:
 
     cu_lens: int32 [R + 1], row offsets of the requests in the flat batch. seq_lens: int32 [R], cached plus new tokens.
     slots: int64 [T] per group, block * block_size + offset of every new token. tables: int32 [R, blocks] per group.
-    logits_rows: int64, flat rows that are sampled. max_len, max_seq: largest of lens and seq_lens.
+    logits_rows: int64, flat rows that are sampled. max_len, max_seq: largest of lens and seq_lens. tokens, positions:
+    int64 [T], those of the batch, if it has them. limits: of the graph whose inputs these are; None: of no graph.
     """
 
     cu_lens: torch.Tensor
@@ -87,6 +103,11 @@ class Meta:
     max_len: int
     max_seq: int
     batch: Batch
+    tokens: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    limits: GraphLimits | None = None
+    lines: torch.Tensor | None = None
+    """How `framework.ReferenceBackend` lays a graph's inputs out."""
 
 
 class Rope(NamedTuple):
@@ -239,20 +260,33 @@ class KernelBackend(ABC):
     def prepare(self, batch: Batch, device: torch.device, out: Meta | None = None) -> Meta:
         """Once per step, before the forward pass: what the operations of all layers need to know of the batch, moved to
         `device`; may be asynchronous. The batch's arrays are not changed before the step is over; then they may be, for
-        the next (see `advance`), and what is made of them here is of no more use.
+        the next (see `advance`), and what is made of them here is of no more use. `framework.send` moves several arrays
+        in one copy.
 
-        `out`: fill these buffers, at fixed addresses, and return them: for captured graphs. None unless `graphs` says
-        that the backend has them.
+        `out`: fill these buffers, which `graph_buffers` made, and return them. The batch is then of `out.limits.rows`
+        requests with one token each, all sampled, and its tables may be narrower or wider than the buffers'. None
+        unless `graphs` says that the backend has graphs.
         """
+
+    def graph_buffers(self, limits: GraphLimits) -> Meta:
+        """Inputs of a graph of the model's forward pass: a `Meta` whose tensors keep their addresses, and `limits`,
+        `tokens` and `positions` set. Only asked if `graphs` is not "none".
+
+        What the host knows (`max_len`, `max_seq`, `batch`) is read once, at the capture: max_seq is that of the limits,
+        the batch holds nothing of use. All else operations take from the tensors, each time the graph runs: they keep
+        nothing in `meta` that they worked out from them, which would be of the run before the capture.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} has graphs {self.graphs!r}, but no graph_buffers")
 
     def advance(self, batch: Batch, meta: Meta, device: torch.device, moved: bool) -> Meta:
         """What `prepare` would make of `batch`: the one that `meta`, of the step before, was made of, whose requests
         had one new token each, all sampled, and now have the next one. Its arrays were changed in place. moved: a table
-        changed, or a new token begins a block. `meta` may be changed, and is of no more use.
+        changed, or a new token begins a block. `meta` may be changed, and is of no more use; where it is a graph's
+        inputs (`meta.limits`), it is filled again and returned.
 
         A class that overrides `prepare` gets this one back, if it brings none of its own.
         """
-        return self.prepare(batch, device)
+        return self.prepare(batch, device, None if meta.limits is None else meta)
 
     # Operations
 
@@ -352,7 +386,7 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def copy_blocks(self, caches: list[Any], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy blocks src[i] to dst[i] (int64) in every layer, as if one after the other."""
+        """Copy blocks src[i] to dst[i] (int64, on the host) in every layer, as if one after the other."""
 
     def move_blocks(self, sources: list[Any], targets: list[Any], pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block s of `sources` to block d of `targets` for each (s, d), no d twice, in every layer: between the

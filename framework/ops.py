@@ -5,6 +5,7 @@ It runs on any device in float32, bfloat16 or float16. Faster backends subclass 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .kernels import OPS, Batch, KernelBackend, Meta, Rope, Support
+from .device import send
+from .kernels import OPS, Batch, GraphLimits, KernelBackend, Meta, Rope, Support
 from .kv import CacheGroup
 from .pages import zeros
 
@@ -31,17 +33,17 @@ class Pages(NamedTuple):
     v: torch.Tensor
 
 
-def _tensor(array: np.ndarray[Any, Any], dtype: type[np.generic], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
+def _array(array: np.ndarray[Any, Any], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array, dtype)
 
 
 def _slots(
-    batch: Batch, request: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """For each group, where the tokens at `positions` of the requests `request` are stored."""
+    batch: Batch, request: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]
+) -> Iterator[np.ndarray[Any, Any]]:
+    """For each group, int64: where the tokens at `positions` of the requests `request` are stored."""
     block, offset = np.divmod(positions, batch.block_size)
-    found = (table[request, block].astype(np.int64) * batch.block_size + offset for table in batch.tables)
-    return tuple(_tensor(slots, np.int64, device) for slots in found)
+    for table in batch.tables:
+        yield table[request, block].astype(np.int64) * batch.block_size + offset
 
 
 class ReferenceBackend(KernelBackend):
@@ -91,32 +93,85 @@ class ReferenceBackend(KernelBackend):
         return group.kv_heads, block_size, group.head_dim
 
     def prepare(self, batch: Batch, device: torch.device, out: Meta | None = None) -> Meta:
-        assert out is None, "this backend has no graphs"
+        if out is not None:
+            return self._fill(batch, out, True)
         starts, lens = batch.starts.astype(np.int64), batch.lens.astype(np.int64)
         ends = np.cumsum(lens)
         request = np.repeat(np.arange(len(lens)), lens)
         positions = np.arange(len(request)) - np.repeat(ends - lens - starts, lens)
-        meta = self.meta_type()
+        arrays = [
+            _array(np.concatenate(([0], ends)), np.int32),
+            _array(starts + lens, np.int32),
+            ends[batch.samples] - 1,
+            *_slots(batch, request, positions),
+            *(_array(table, np.int32) for table in batch.tables),
+        ]
+        meta, groups = self.meta_type(), len(batch.tables)
         meta.batch = batch
-        meta.cu_lens = _tensor(np.concatenate(([0], ends)), np.int32, device)
-        meta.seq_lens = _tensor(starts + lens, np.int32, device)
-        meta.slots = _slots(batch, request, positions, device)
-        meta.tables = tuple(_tensor(table, np.int32, device) for table in batch.tables)
-        meta.logits_rows = _tensor(ends[batch.samples] - 1, np.int64, device)
+        meta.cu_lens, meta.seq_lens, meta.logits_rows, *rest = self._send(batch, arrays, meta, device)
+        meta.slots, meta.tables = tuple(rest[:groups]), tuple(rest[groups:])
         meta.max_len = int(lens.max())
         meta.max_seq = int((starts + lens).max())
         return meta
 
+    @staticmethod
+    def _send(batch: Batch, arrays: list[np.ndarray[Any, Any]], meta: Meta, device: torch.device) -> list[torch.Tensor]:
+        """Move the arrays, and the batch's tokens and positions into `meta`, in one copy."""
+        if batch.tokens is None or batch.positions is None:
+            return send(arrays, device)
+        meta.tokens, meta.positions, *sent = send([batch.tokens, batch.positions, *arrays], device)
+        return sent
+
     def advance(self, batch: Batch, meta: Meta, device: torch.device, moved: bool) -> Meta:
-        new = self.meta_type()  # what a subclass adds is of one step
+        if meta.limits is not None:
+            return self._fill(batch, meta, moved)
+        new, groups = self.meta_type(), len(batch.tables)  # what a subclass adds is of one step
         new.batch, new.cu_lens, new.logits_rows, new.max_len = batch, meta.cu_lens, meta.logits_rows, meta.max_len
         new.seq_lens, new.max_seq = meta.seq_lens.add_(1), meta.max_seq + 1
+        arrays = []
         if moved:
-            new.slots = _slots(batch, np.arange(len(batch.starts)), batch.starts, device)
-            new.tables = tuple(_tensor(table, np.int32, device) for table in batch.tables)
+            arrays = [*_slots(batch, np.arange(len(batch.starts)), batch.starts)]
+            arrays += [_array(table, np.int32) for table in batch.tables]
+        sent = tuple(self._send(batch, arrays, new, device))
+        if moved:
+            new.slots, new.tables = sent[:groups], sent[groups:]
         else:
             new.slots, new.tables = tuple(slots.add_(1) for slots in meta.slots), meta.tables
         return new
+
+    # Graphs, for the backends below that have them
+
+    def graph_buffers(self, limits: GraphLimits) -> Meta:
+        """All that changes with every step is one tensor, `lines`, int64 [3 + groups, rows]: tokens, positions, each
+        group's slots, and in the first half of the last line seq_lens. One copy fills it, one more each table."""
+        rows, groups = limits.rows, len(limits.columns)
+        kind: dict[str, Any] = {"dtype": torch.int32, "device": limits.device}
+        meta = self.meta_type()
+        meta.limits = limits
+        meta.lines = lines = torch.zeros((3 + groups, rows), dtype=torch.int64, device=limits.device)
+        meta.tokens, meta.positions, *slots, lengths = lines.unbind()
+        meta.slots, meta.seq_lens = tuple(slots), lengths.view(torch.int32)[:rows].fill_(1)
+        meta.tables = tuple(torch.zeros((rows, columns), **kind) for columns in limits.columns)
+        meta.cu_lens = torch.arange(rows + 1, **kind)
+        meta.logits_rows = torch.arange(rows, dtype=torch.int64, device=limits.device)
+        meta.max_len, meta.max_seq = 1, limits.max_seq
+        return meta
+
+    def _fill(self, batch: Batch, out: Meta, tables: bool) -> Meta:
+        """The inputs of a graph. tables: these, too, else they are what they were."""
+        assert out.limits is not None and out.lines is not None
+        lines = np.zeros(out.lines.shape, np.int64)
+        lines[0], lines[1] = 0 if batch.tokens is None else batch.tokens, batch.starts
+        for line, slots in zip(lines[2:], _slots(batch, np.arange(len(batch.starts)), batch.starts), strict=False):
+            line[:] = slots
+        lines[-1].view(np.int32)[: out.limits.rows] = batch.starts + 1
+        some = zip(batch.tables, out.limits.columns, strict=True) if tables else ()
+        sent, *wide = send([lines, *(table[:, :most] for table, most in some)], out.limits.device)
+        out.lines.copy_(sent)
+        for ours, theirs in zip(out.tables, wide, strict=False):
+            ours[:, : theirs.shape[1]].copy_(theirs)
+        out.batch = batch
+        return out
 
     # Operations
 
@@ -202,8 +257,7 @@ class ReferenceBackend(KernelBackend):
         holds: dict[int, int] = {}
         for s, d in zip(src.tolist(), dst.tolist(), strict=True):
             holds[d] = holds.get(s, s)
-        to = torch.tensor(list(holds), dtype=torch.int64, device=src.device)
-        origin = torch.tensor(list(holds.values()), dtype=torch.int64, device=src.device)
+        to, origin = send([np.array(list(some), np.int64) for some in (holds, holds.values())], caches[0][0].device)
         for cache in caches:
             for pages in cache:
                 pages[to] = pages[origin]

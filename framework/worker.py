@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from . import machine
-from .batch import Array, RowBatch, Rows, Step
+from .batch import RowBatch, Rows, Step
 from .defaults import model_class
 from .device import Device, make_device
 from .errors import ConfigError, ModelError, PluginError
@@ -193,9 +193,11 @@ class TorchExecutor(Executor):
         size = self.cache_spec.block_size
         table = np.arange(-(-count // size), dtype=np.int32)[None]
         lens, samples = np.array([count], np.int32), np.ones(1, np.bool_)
-        batch = Batch(np.zeros(1, np.int32), lens, (table,) * len(self.cache_spec.groups), samples, size)
+        tables, tokens, positions = (table,) * len(self.cache_spec.groups), *np.zeros((2, count), np.int64)
+        positions += np.arange(count)
+        batch = Batch(np.zeros(1, np.int32), lens, tables, samples, size, tokens, positions)
         begin = self._now()
-        self._forward(self._prepare(batch, np.zeros(count, np.int64), np.arange(count, dtype=np.int64)))
+        self._forward(self._prepare(batch))
         return max(self._now() - begin, 1e-9)
 
     def _now(self) -> float:
@@ -226,7 +228,7 @@ class TorchExecutor(Executor):
         if not plan.slices:
             return StepResult(plan.step, copied=copied, stages=(("batch_build", begin, ns()),))
         step = rows.build(plan)
-        inputs = self._inputs = self._advance(step) or self._prepare(step.batch, step.tokens, step.positions)
+        inputs = self._inputs = self._advance(step) or self._prepare(step.batch)
         built = ns()
         logits = self._forward(inputs)
         forwarded = ns()  # on a GPU only launched: the wait for it shows under sampling
@@ -254,7 +256,7 @@ class TorchExecutor(Executor):
         for (group, *tiers), some in itertools.groupby(copies, lambda c: (c.group, c.src_tier, c.dst_tier)):
             pairs = [(c.src, c.dst) for c in some]
             if tiers == ["device", "device"]:
-                src, dst = torch.tensor(pairs, dtype=torch.int64).to(self.device.torch).T.contiguous()
+                src, dst = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
                 self.backend.copy_blocks(self._pools[group], src, dst)
                 continue
             if not self._host and self._host_blocks:
@@ -264,23 +266,22 @@ class TorchExecutor(Executor):
             pools = {"device": self._pools[group], "host": self._host[group]}
             self.backend.move_blocks(pools[tiers[0]], pools[tiers[1]], pairs)
 
-    def _prepare(self, batch: Batch, tokens: Array, positions: Array) -> Inputs:
-        meta = self.backend.prepare(batch, self.device.torch)
-        return (
-            torch.from_numpy(tokens).to(self.device.torch, non_blocking=True),
-            torch.from_numpy(positions).to(self.device.torch, non_blocking=True),
-            meta,
-        )
+    def _prepare(self, batch: Batch) -> Inputs:
+        return self._with_tokens(batch, self.backend.prepare(batch, self.device.torch))
 
     def _advance(self, step: Step) -> Inputs | None:
         """The inputs of the step before, one token further, where `step` is that."""
         if not step.advanced or self._inputs is None:
             return None
-        tokens, positions, meta = self._inputs
-        if self.device.torch.type != "cpu":  # else they are the step's own arrays
-            tokens.copy_(torch.from_numpy(step.tokens), non_blocking=True)
-            positions.copy_(torch.from_numpy(step.positions), non_blocking=True)
-        return tokens, positions, self.backend.advance(step.batch, meta, self.device.torch, step.moved)
+        meta = self.backend.advance(step.batch, self._inputs[2], self.device.torch, step.moved)
+        return self._with_tokens(step.batch, meta)
+
+    def _with_tokens(self, batch: Batch, meta: Meta) -> Inputs:
+        tokens, positions = meta.tokens, meta.positions
+        if tokens is None or positions is None:  # the backend left them to us
+            assert batch.tokens is not None and batch.positions is not None
+            tokens, positions = self.device.send([batch.tokens, batch.positions])
+        return tokens, positions, meta
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:
         assert self.model is not None

@@ -331,7 +331,7 @@ class KernelConformance:
             for s, d in pairs:
                 for pages in (pool.k, pool.v):
                     pages[:, d] = pages[:, s]
-            src, dst = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous().to(pool.device)
+            src, dst = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
             pool.backend.copy_blocks(pool.caches, src, dst)
             pool.check(self.tolerance("attention", pool.dtype))
 
@@ -342,7 +342,7 @@ class KernelConformance:
         length = block_size + max(1, block_size // 2)
         parts = [Part(0, length, [5, 2])]
         pool.store(parts, pool.prepare(parts))
-        pool.backend.copy_blocks(pool.caches, *(torch.tensor([block], device=pool.device) for block in (2, 7)))
+        pool.backend.copy_blocks(pool.caches, *(torch.tensor([block]) for block in (2, 7)))
         for pages in (pool.k, pool.v):
             pages[:, 7] = pages[:, 2]
         for step in range(3):
