@@ -54,7 +54,8 @@ def render() -> str:
             f"### {panel}\n\n| flag | default | meaning |\n|---|---|---|\n" + "\n".join(map(_row, options)) + "\n"
         )
     parts.append("## `framework generate`\n\nBesides the settings:\n\n| flag | meaning |\n|---|---|")
-    settings = {option.name for _, options in panels() for option in options} | {"--config", "--help"}
+    settings = {name for _, options in panels() for option in options for name in (option.name, option.alias)}
+    settings |= {"--config", "--help"}
     for parameter in command.commands["generate"].params:  # type: ignore[attr-defined]
         if parameter.param_type_name == "argument":
             parts[-1] += f"\n| `{parameter.name.upper()}` | {parameter.help} |"

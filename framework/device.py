@@ -43,6 +43,9 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.torch = device
 
+    def begin(self) -> None:
+        """Make it the one that this thread means. Called before anything is asked of it."""
+
     @property
     def name(self) -> str:
         return machine.cpu_name()
@@ -91,6 +94,9 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._staging = Staging(device)
+
+    def begin(self) -> None:
+        torch.cuda.set_device(self.torch if self.torch.index is not None else torch.cuda.current_device())
 
     @property
     def name(self) -> str:

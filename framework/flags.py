@@ -16,7 +16,8 @@ from .settings import Settings, flag, variable
 
 
 class Flag(NamedTuple):
-    """One setting as the user meets it. `metavar` is empty for a switch; `default` is empty where there is none."""
+    """One setting as the user meets it. `metavar` is empty for a switch; `default` is empty where there is none, and
+    so is `alias`, the flag's other name."""
 
     field: str
     panel: str
@@ -25,6 +26,7 @@ class Flag(NamedTuple):
     default: str
     description: str
     variable: str
+    alias: str = ""
 
     @property
     def repeatable(self) -> bool:
@@ -36,13 +38,16 @@ def flags() -> list[Flag]:
     found = []
     for field, info in Settings.model_fields.items():
         extra = info.json_schema_extra
-        panel = str(extra["group"]) if isinstance(extra, dict) else "Options"
+        panel, alias = (str(extra["group"]), str(extra["alias"])) if isinstance(extra, dict) else ("Options", "")
         default = "" if info.default in (None, {}, ()) else str(info.default).lower()
         metavar = _metavar(info.annotation)
         description = info.description or ""
         if metavar == "CHOICE":
             description += f" One of {', '.join(get_args(info.annotation))}."
-        found.append(Flag(field, panel, flag(field), metavar, default, description, variable(field)))
+        if alias:
+            description += f" Also {flag(alias)}."
+        other = flag(alias) if alias else ""
+        found.append(Flag(field, panel, flag(field), metavar, default, description, variable(field), other))
     return found
 
 
@@ -67,6 +72,11 @@ def with_settings(run: Callable[..., None], without: Sequence[str] = ()) -> Call
     def command(**values: Any) -> None:
         config = values.pop("config")
         given = {option.field: _value(option, values.pop(option.field)) for option in taken}
+        for option in (option for option in taken if option.alias):
+            other = values.pop(_parameter_name(option.alias))
+            if other is not None and given[option.field] is not None:
+                raise ConfigError(f"{option.alias} is another name of {option.name}: give one of them")
+            given[option.field] = given[option.field] if other is None else other
         run(Settings.load(config, **given), **values)
 
     config = inspect.Parameter(
@@ -87,6 +97,7 @@ def with_settings(run: Callable[..., None], without: Sequence[str] = ()) -> Call
         *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own),
         config,
         *(_parameter(option) for option in taken),
+        *(_hidden(option.alias) for option in taken if option.alias),
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -109,6 +120,16 @@ def _parameter(option: Flag) -> inspect.Parameter:
     return inspect.Parameter(
         option.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
     )
+
+
+def _parameter_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _hidden(alias: str) -> inspect.Parameter:
+    """Another name of a flag that takes a text: --help names it where it describes the flag."""
+    info = Annotated[str | None, typer.Option(alias, hidden=True)]
+    return inspect.Parameter(_parameter_name(alias), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=info)
 
 
 def _value(option: Flag, given: Any) -> Any:

@@ -29,6 +29,9 @@ from .errors import ConfigError, brief, one_line
 
 ENV_PREFIX = "FRAMEWORK_"
 DEFAULT_KV_MEMORY = "0.3"
+"""Of the memory that is free, where the pool is in the host's."""
+DEFAULT_DEVICE_MEMORY = "0.9"
+"""Of a GPU's whole memory, weights and steps included."""
 DEFAULT_SWAP_SPACE = "0.25"
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
@@ -62,9 +65,10 @@ def host_blocks(space: str | None, blocks: int, block_bytes: int) -> int:
     return int(amount * blocks) if isinstance(amount, float) else amount // max(1, block_bytes)
 
 
-def setting(default: Any, group: str, help: str, **extra: Any) -> Any:
-    """A field of `Settings`: `group` is its panel in --help."""
-    return Field(default, description=help, json_schema_extra={"group": group}, **extra)
+def setting(default: Any, group: str, help: str, alias: str = "") -> Any:
+    """A field of `Settings`: `group` is its panel in --help, `alias` another name for its flag, as users of other
+    engines may know it."""
+    return Field(default, description=help, json_schema_extra={"group": group, "alias": alias})
 
 
 class Settings(BaseSettings):
@@ -124,8 +128,10 @@ class Settings(BaseSettings):
     kv_memory: str | None = setting(
         None,
         "KV cache",
-        f"Size of the pool: 2GiB, 512MB, or a fraction of the device's free memory. Default: {DEFAULT_KV_MEMORY}, "
-        "or less where --max-num-seqs requests of full length need less.",
+        f"Size of the pool: 2GiB, 512MB, or a fraction: of the free memory on a CPU (default: {DEFAULT_KV_MEMORY}); of "
+        f"all memory on a GPU, for weights, steps and pool (default: {DEFAULT_DEVICE_MEMORY}). By default less where "
+        "--max-num-seqs requests of full length need less.",
+        alias="gpu_memory_utilization",
     )
     kv_blocks: Annotated[int | None, Field(ge=1, le=_INT32)] = setting(
         None, "KV cache", "Exact number of blocks in the pool; overrides --kv-memory."

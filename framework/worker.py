@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from . import machine
 from .batch import RowBatch, Rows, Step
 from .defaults import model_class
-from .device import Device, make_device
+from .device import Device, make_device, out_of_memory
 from .errors import ConfigError, ModelError, PluginError
 from .executor import Done, Executor, Pending
 from .kernels import Batch, KernelBackend, Meta, Quantized
@@ -23,7 +23,8 @@ from .kv import Capacity
 from .model import Checkpoint, Model
 from .plan import Copy, Logprobs, Plan, StepResult
 from .registry import Plugins
-from .settings import DEFAULT_KV_MEMORY, Settings, host_blocks, parse_memory
+from .settings import DEFAULT_DEVICE_MEMORY, DEFAULT_KV_MEMORY, Settings
+from .sizing import Memory, largest_step, pool_blocks, swap_blocks
 
 Inputs = tuple[torch.Tensor, torch.Tensor, Meta]
 MEASURE_SECONDS = 0.05
@@ -63,6 +64,7 @@ class TorchExecutor(Executor):
     def start(self, progress: Callable[[str, float], None] = lambda stage, share: None) -> Capacity:
         settings, config = self.settings, self.checkpoint.config
         self.device = make_device(resolve_device(settings.device))
+        self.device.begin()
         cpus = machine.cpus()
         self.threads = settings.threads or machine.threads()
         self.notes: list[str] = []
@@ -99,11 +101,11 @@ class TorchExecutor(Executor):
         self.cache_spec = spec
         cache_dtype: torch.dtype = getattr(torch, spec.dtype)
         block_bytes = sum(self.backend.block_bytes(g, cache_dtype, spec.block_size) for g in spec.groups)
-        blocks = self._blocks(block_bytes)
-        self._host_blocks = self._swap_blocks(blocks, block_bytes)
-        self._pools = self._allocate(blocks, self.device.torch)
-        self._caches = [cache for pool in self._pools for cache in pool]
         self._rows = Rows(len(spec.groups), spec.block_size, settings.max_num_seqs)
+        blocks = pool_blocks(settings, self.spec.max_model_len, block_bytes, self._memory(progress))
+        free = machine.free_memory() - (0 if self.device.dedicated else blocks * block_bytes)
+        self._host_blocks = swap_blocks(settings, blocks, block_bytes, free)
+        self._use_pools(blocks)
         progress("warm up", 0.0)
         self._warm_up(blocks, block_bytes)
         progress("warm up", 1.0)
@@ -124,45 +126,38 @@ class TorchExecutor(Executor):
                 "--swap-space"
             ) from error
 
-    def _swap_blocks(self, blocks: int, block_bytes: int) -> int:
-        """Size of the host tier. Raises `ConfigError`, with the numbers, where it does not fit."""
-        space = self.settings.swap_space
-        count = host_blocks(space, blocks, block_bytes)
-        free = machine.free_memory() - (blocks * block_bytes if self.device.torch.type == "cpu" else 0)
-        if space is None:  # nobody relies on it
-            return min(count, max(0, free) // block_bytes)
-        if count * block_bytes > free:
+    def _memory(self, progress: Callable[[str, float], None]) -> Memory:
+        """What there is for a pool. On a GPU, once the largest step that the settings allow has shown what it takes.
+        Raises `ConfigError` where that does not fit."""
+        device, settings, spec = self.device, self.settings, self.cache_spec
+        if not device.dedicated:
+            return Memory(device.free_memory(), 0, DEFAULT_KV_MEMORY)
+        progress("measure memory", 0.0)
+        plan = largest_step(settings, self.spec.max_model_len, len(spec.groups))
+        self._use_pools(1)
+        self._rows.update(plan)
+        try:
+            step = device.peak(lambda: self._step(plan, self.clock.ns()))
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
             raise ConfigError(
-                f"--swap-space {space}: {machine.size(count * block_bytes)} are more than the {machine.size(free)} of "
-                "host memory that are free; give less, or 0"
-            )
-        return count
+                f"a step of --max-num-batched-tokens {settings.max_num_batched_tokens} and --max-num-seqs "
+                f"{settings.max_num_seqs} does not fit in the {machine.size(device.total_memory())} of {device.name} "
+                f"beside the weights; lower them ({error})"
+            ) from None
+        finally:
+            self._pools, self._caches, self._inputs = [], [], None
+        self._rows = Rows(len(spec.groups), spec.block_size, settings.max_num_seqs)
+        self._rows.removed.update((data.id, None) for data in plan.new)  # which the sampler is yet to be told
+        device.release_memory()
+        total = device.total_memory()
+        progress("measure memory", 1.0)
+        return Memory(total, total - device.free_memory() + step, DEFAULT_DEVICE_MEMORY)
 
-    def _blocks(self, block_bytes: int) -> int:
-        """Size of the pool. Raises `ConfigError`, with the numbers, where it does not fit."""
-        settings, block_size = self.settings, self.settings.block_size
-        free = self.device.free_memory()
-        if settings.kv_blocks is not None:
-            blocks, field = settings.kv_blocks, f"--kv-blocks {settings.kv_blocks}"
-        else:
-            memory = settings.kv_memory or DEFAULT_KV_MEMORY
-            amount, field = parse_memory(memory), f"--kv-memory {memory}"
-            budget = int(amount * free) if isinstance(amount, float) else amount
-            blocks = budget // block_bytes
-            if blocks < 1:
-                raise ConfigError(
-                    f"{field}: {machine.size(budget)} do not hold one KV block of {block_size} tokens "
-                    f"({machine.size(block_bytes)}); give at least {block_bytes} bytes"
-                )
-            if settings.kv_memory is None:  # take no more than could ever be used
-                longest = min(settings.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
-                blocks = min(blocks, settings.max_num_seqs * -(-longest // block_size))
-        if blocks * block_bytes > free:
-            raise ConfigError(
-                f"{field}: a KV pool of {machine.size(blocks * block_bytes)} ({blocks} blocks of "
-                f"{machine.size(block_bytes)}) is more than the {machine.size(free)} free; give less"
-            )
-        return blocks
+    def _use_pools(self, blocks: int) -> None:
+        self._pools = self._allocate(blocks, self.device.torch)
+        self._caches = [cache for pool in self._pools for cache in pool]
 
     def _warm_up(self, blocks: int, block_bytes: int) -> None:
         """One forward pass over one block, so that the first request doesn't pay for what libraries set up lazily;
@@ -220,13 +215,16 @@ class TorchExecutor(Executor):
 
     @torch.inference_mode()
     def _run(self, plan: Plan) -> StepResult:
-        ns = self.clock.ns
-        begin, rows = ns(), self._rows
-        rows.update(plan)
+        begin = self.clock.ns()
+        self._rows.update(plan)
         self._copy(plan.copies)
-        copied = tuple(copy.ticket for copy in plan.copies if copy.ticket)
-        if not plan.slices:
-            return StepResult(plan.step, copied=copied, stages=(("batch_build", begin, ns()),))
+        if plan.slices:
+            return self._step(plan, begin)
+        return StepResult(plan.step, copied=_tickets(plan), stages=(("batch_build", begin, self.clock.ns()),))
+
+    def _step(self, plan: Plan, begin: int) -> StepResult:
+        """Compute the slices. begin: when the step began, nanoseconds."""
+        ns, rows = self.clock.ns, self._rows
         step = rows.build(plan)
         inputs = self._inputs = self._advance(step) or self._prepare(step.batch)
         built = ns()
@@ -249,7 +247,7 @@ class TorchExecutor(Executor):
             ("forward", built, forwarded),
             ("sampling", forwarded, ns()),
         )
-        return StepResult(plan.step, tokens=tokens, logprobs=logprobs, copied=copied, errors=errors, stages=stages)
+        return StepResult(plan.step, tokens, logprobs, copied=_tickets(plan), errors=errors, stages=stages)
 
     def _copy(self, copies: Iterable[Copy]) -> None:
         """In order; neighbours within one group and pair of tiers go together."""
@@ -316,6 +314,10 @@ class TorchExecutor(Executor):
     def _fault(self, hook: str, what: str) -> PluginError:
         name = self.settings.sampler
         return PluginError(f"plugin {name!r}: {hook}: {what}", name)
+
+
+def _tickets(plan: Plan) -> tuple[int, ...]:
+    return tuple(copy.ticket for copy in plan.copies if copy.ticket)
 
 
 def log_probabilities(logprobs: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list[Logprobs]:
