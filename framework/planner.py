@@ -229,7 +229,7 @@ class Planner:
         publish, tokens_of = self.kv.publish, result.tokens
         produced: list[tuple[Request, int, tuple[int, ...]]] = []
         for request, part in self._submitted.pop(plan.step)[0]:
-            if request.status is Status.FINISHED:  # aborted while its step was running
+            if request.status is Status.FINISHED or part.request_id in result.errors:  # aborted, or not computed
                 continue
             request.computed = end = (start := part.start) + part.tokens
             if start < len(request.prompt):

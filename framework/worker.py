@@ -18,6 +18,7 @@ from .defaults import model_class
 from .device import Device, make_device, out_of_memory
 from .errors import ConfigError, ModelError, PluginError
 from .executor import Done, Executor, Pending
+from .halving import Halving
 from .kernels import Batch, KernelBackend, Meta, Quantized
 from .kv import Capacity
 from .model import Checkpoint, Model
@@ -57,6 +58,7 @@ class TorchExecutor(Executor):
         self._caches: list[Any] = []
         self._rows = Rows(0, 1)
         self._inputs: Inputs | None = None  # of the last step
+        self._halving = Halving(self._release)
 
     # Start
 
@@ -219,11 +221,14 @@ class TorchExecutor(Executor):
         self._rows.update(plan)
         self._copy(plan.copies)
         if plan.slices:
-            return self._step(plan, begin)
-        return StepResult(plan.step, copied=_tickets(plan), stages=(("batch_build", begin, self.clock.ns()),))
+            result = self._halving.run(plan, lambda part: self._step(part, begin if part is plan else self.clock.ns()))
+        else:
+            result = StepResult(plan.step, stages=(("batch_build", begin, self.clock.ns()),))
+        copied = tuple(copy.ticket for copy in plan.copies if copy.ticket)
+        return replace(result, copied=copied) if copied else result
 
     def _step(self, plan: Plan, begin: int) -> StepResult:
-        """Compute the slices. begin: when the step began, nanoseconds."""
+        """Compute the slices, all at once. begin: when the step began, nanoseconds."""
         ns, rows = self.clock.ns, self._rows
         step = rows.build(plan)
         inputs = self._inputs = self._advance(step) or self._prepare(step.batch)
@@ -247,7 +252,11 @@ class TorchExecutor(Executor):
             ("forward", built, forwarded),
             ("sampling", forwarded, ns()),
         )
-        return StepResult(plan.step, tokens, logprobs, copied=_tickets(plan), errors=errors, stages=stages)
+        return StepResult(plan.step, tokens, logprobs, errors=errors, stages=stages)
+
+    def _release(self) -> None:
+        self._inputs = None
+        self.device.release_memory()
 
     def _copy(self, copies: Iterable[Copy]) -> None:
         """In order; neighbours within one group and pair of tiers go together."""
@@ -314,10 +323,6 @@ class TorchExecutor(Executor):
     def _fault(self, hook: str, what: str) -> PluginError:
         name = self.settings.sampler
         return PluginError(f"plugin {name!r}: {hook}: {what}", name)
-
-
-def _tickets(plan: Plan) -> tuple[int, ...]:
-    return tuple(copy.ticket for copy in plan.copies if copy.ticket)
 
 
 def log_probabilities(logprobs: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list[Logprobs]:
