@@ -156,6 +156,12 @@ class Settings(BaseSettings):
     executor: str = setting("torch", "Execution", "Executor provider.")
     executor_opt: dict[str, Any] = setting({}, "Execution", "Option of the executor, key=value; repeatable.")
     device: str = setting("auto", "Execution", "auto, cpu, cuda or cuda:N.")
+    cuda_graphs: Literal["auto", "off", "decode"] = setting(
+        "auto",
+        "Execution",
+        "decode: steps in which all requests decode are captured at the start, and replayed; auto: where device and "
+        "kernel backend have graphs.",
+    )
     threads: Annotated[int | None, Field(ge=1, le=1024)] = setting(
         None,
         "Execution",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from . import machine
 from .batch import RowBatch, Rows, Step
 from .defaults import model_class
 from .device import Device, make_device, out_of_memory
-from .errors import ConfigError, ModelError, PluginError
+from .errors import ConfigError, ModelError, PluginError, one_line
 from .executor import Done, Executor, Pending
+from .graphs import Graphs, Inputs, ladder, memory
 from .halving import Halving
-from .kernels import Batch, KernelBackend, Meta, Quantized
+from .kernels import Batch, GraphLimits, KernelBackend, Meta, Quantized
 from .kv import Capacity
 from .model import Checkpoint, Model
 from .plan import Copy, Logprobs, Plan, StepResult
@@ -27,7 +29,6 @@ from .registry import Plugins
 from .settings import DEFAULT_DEVICE_MEMORY, DEFAULT_KV_MEMORY, Settings
 from .sizing import Memory, largest_step, pool_blocks, swap_blocks
 
-Inputs = tuple[torch.Tensor, torch.Tensor, Meta]
 MEASURE_SECONDS = 0.05
 MEASURE_TOKENS = 128
 """A prefill that takes longer, of at least so many tokens, tells how fast the model is: a short one reads all weights
@@ -59,6 +60,7 @@ class TorchExecutor(Executor):
         self._rows = Rows(0, 1)
         self._inputs: Inputs | None = None  # of the last step
         self._halving = Halving(self._release)
+        self._graphs: Graphs | None = None
 
     # Start
 
@@ -104,13 +106,18 @@ class TorchExecutor(Executor):
         cache_dtype: torch.dtype = getattr(torch, spec.dtype)
         block_bytes = sum(self.backend.block_bytes(g, cache_dtype, spec.block_size) for g in spec.groups)
         self._rows = Rows(len(spec.groups), spec.block_size, settings.max_num_seqs)
-        blocks = pool_blocks(settings, self.spec.max_model_len, block_bytes, self._memory(progress))
+        sizes = self._graph_sizes()
+        room = self._memory(sizes, progress)
+        spare = 1 if sizes else 0  # a block for the padding of graphs
+        blocks = pool_blocks(settings, self.spec.max_model_len, block_bytes, room, spare)
         free = machine.free_memory() - (0 if self.device.dedicated else blocks * block_bytes)
         self._host_blocks = swap_blocks(settings, blocks, block_bytes, free)
-        self._use_pools(blocks)
+        self._use_pools(blocks + spare)
         progress("warm up", 0.0)
         self._warm_up(blocks, block_bytes)
         progress("warm up", 1.0)
+        if sizes:
+            self._capture(blocks, sizes, progress)
         self.device_name = self.device.name
         return Capacity({"device": blocks, "host": self._host_blocks}, block_bytes, self.device_name)
 
@@ -128,18 +135,22 @@ class TorchExecutor(Executor):
                 "--swap-space"
             ) from error
 
-    def _memory(self, progress: Callable[[str, float], None]) -> Memory:
-        """What there is for a pool. On a GPU, once the largest step that the settings allow has shown what it takes.
-        Raises `ConfigError` where that does not fit."""
+    def _memory(self, sizes: list[int], progress: Callable[[str, float], None]) -> Memory:
+        """What there is for a pool. On a GPU, once the largest step that the settings allow has shown what it takes,
+        and the first graphs; `sizes`, of all graphs, is empty after a failure. Raises `ConfigError` where a step does
+        not fit."""
         device, settings, spec = self.device, self.settings, self.cache_spec
         if not device.dedicated:
             return Memory(device.free_memory(), 0, DEFAULT_KV_MEMORY)
         progress("measure memory", 0.0)
         plan = largest_step(settings, self.spec.max_model_len, len(spec.groups))
-        self._use_pools(1)
+        self._use_pools(2)
         self._rows.update(plan)
         try:
-            step = device.peak(lambda: self._step(plan, self.clock.ns()))
+            taken = device.peak(lambda: self._step(plan, self.clock.ns()))
+            if sizes:
+                with self._eager_on_failure(sizes):
+                    taken += memory(device, self._new_graphs(1, sizes), sizes)
         except Exception as error:
             if not out_of_memory(error):
                 raise
@@ -155,7 +166,45 @@ class TorchExecutor(Executor):
         device.release_memory()
         total = device.total_memory()
         progress("measure memory", 1.0)
-        return Memory(total, total - device.free_memory() + step, DEFAULT_DEVICE_MEMORY)
+        return Memory(total, total - device.free_memory() + taken, DEFAULT_DEVICE_MEMORY)
+
+    def _graph_sizes(self) -> list[int]:
+        """Of the decode steps to be captured, ascending; none where there are no graphs."""
+        settings, asked = self.settings, self.settings.cuda_graphs
+        able = self.device.graphs and self.backend.graphs != "none"
+        if asked == "decode" and not able:
+            what = f"kernel {self.backend.name!r} has" if self.device.graphs else f"{self.device.name} has"
+            raise ConfigError(f"--cuda-graphs decode: {what} no graphs; use auto or off")
+        most = min(settings.max_num_seqs, settings.max_num_batched_tokens)
+        return ladder(most) if able and asked != "off" else []
+
+    def _new_graphs(self, spare: int, sizes: list[int], pool: int | None = None) -> Graphs:
+        """spare: the block behind the pool. pool: tokens that it holds."""
+        spec, limit = self.cache_spec, self.spec.max_model_len
+        longest = min(self.settings.max_model_len or limit, limit)
+        if pool is not None and all(group.window is None for group in spec.groups):
+            longest = min(longest, pool)
+        columns = (-(-longest // spec.block_size),) * len(spec.groups)
+        limits = GraphLimits(sizes[-1], columns, longest, spec.block_size, self.device.torch)
+        return Graphs(self.device, self.backend, self._eager, limits, spare)
+
+    def _capture(self, blocks: int, sizes: list[int], progress: Callable[[str, float], None]) -> None:
+        progress("capture graphs", 0.0)
+        graphs = self._new_graphs(blocks, sizes, blocks * self.cache_spec.block_size)
+        with self._eager_on_failure(sizes):
+            for done, size in enumerate(reversed(sizes), 1):
+                graphs.capture(size)
+                progress("capture graphs", done / len(sizes))
+            self._graphs = graphs
+
+    @contextmanager
+    def _eager_on_failure(self, sizes: list[int]) -> Iterator[None]:
+        """What cannot be captured runs without graphs, says the banner."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever a kernel or the driver raises: all of it works without
+            sizes.clear()
+            self.notes += [f"no CUDA graphs: their capture failed: {one_line(error)}"]
 
     def _use_pools(self, blocks: int) -> None:
         self._pools = self._allocate(blocks, self.device.torch)
@@ -203,7 +252,8 @@ class TorchExecutor(Executor):
         return time.perf_counter()
 
     def stop(self) -> None:
-        self.model, self._pools, self._host, self._caches, self._inputs = None, [], [], [], None
+        self.model, self._pools, self._host, self._caches = None, [], [], []
+        self._inputs, self._graphs = None, None
         self._rows = Rows(0, 1)
         self.device.release_memory()
 
@@ -231,7 +281,7 @@ class TorchExecutor(Executor):
         """Compute the slices, all at once. begin: when the step began, nanoseconds."""
         ns, rows = self.clock.ns, self._rows
         step = rows.build(plan)
-        inputs = self._inputs = self._advance(step) or self._prepare(step.batch)
+        inputs = self._inputs = self._advance(step) or self._in_graph(step) or self._prepare(step.batch)
         built = ns()
         logits = self._forward(inputs)
         forwarded = ns()  # on a GPU only launched: the wait for it shows under sampling
@@ -280,8 +330,17 @@ class TorchExecutor(Executor):
         """The inputs of the step before, one token further, where `step` is that."""
         if not step.advanced or self._inputs is None:
             return None
-        meta = self.backend.advance(step.batch, self._inputs[2], self.device.torch, step.moved)
-        return self._with_tokens(step.batch, meta)
+        meta = self._inputs[2]
+        if meta.limits is not None:
+            assert self._graphs is not None
+            return self._graphs.advance(step.batch, step.longest, meta, step.moved)
+        return self._with_tokens(step.batch, self.backend.advance(step.batch, meta, self.device.torch, step.moved))
+
+    def _in_graph(self, step: Step) -> Inputs | None:
+        """The inputs of the graph that serves `step`, if one does."""
+        if self._graphs is None or step.counters is None:
+            return None
+        return self._graphs.prepare(step.batch, step.longest)
 
     def _with_tokens(self, batch: Batch, meta: Meta) -> Inputs:
         tokens, positions = meta.tokens, meta.positions
@@ -291,6 +350,13 @@ class TorchExecutor(Executor):
         return tokens, positions, meta
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:
+        tokens, _, meta = inputs
+        if meta.limits is None:
+            return self._eager(inputs)
+        assert self._graphs is not None
+        return self._graphs.replay(meta, len(tokens))
+
+    def _eager(self, inputs: Inputs) -> torch.Tensor:
         assert self.model is not None
         tokens, positions, meta = inputs
         return self.model.forward(tokens, positions, self._caches, meta)

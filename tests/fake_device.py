@@ -3,6 +3,7 @@ what was captured and nothing else."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from framework.device import Device, Event, Graph, Staging
 
 CPU = torch.device("cpu")
 GARBAGE = 0xA5
+WAITS = (torch.ops.aten.item, torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+"""Operations for which the host waits."""
 
 
 class FakeStaging(Staging):
@@ -66,7 +69,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+        if func.overloadpacket in WAITS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
@@ -125,13 +128,18 @@ class FakeDevice(Device):
         super().__init__(CPU)
         self.total, self.used, self.step, self.graph, self.first = total, used, step, graph, first
         self.staging = FakeStaging()
-        self.captured: list[FakeGraph] = []
+        self._captured: list[weakref.ref[FakeGraph]] = []
         self.released = 0
         self.refuse: Callable[[int], str] = lambda count: ""
         """Why the capture with this number fails; empty: it does not."""
 
     def free_memory(self) -> int:
         return self.total - self.used - sum(self.graph + self.first * (not i) for i, _ in enumerate(self.captured))
+
+    @property
+    def captured(self) -> list[FakeGraph]:
+        """Graphs that exist, in the order of their capture."""
+        return [graph for graph in (one() for one in self._captured) if graph is not None]
 
     def total_memory(self) -> int:
         return self.total
@@ -152,7 +160,7 @@ class FakeDevice(Device):
             raise RuntimeError(why)
         assert beside is None or beside in self.captured
         graph = FakeGraph(run)
-        self.captured.append(graph)
+        self._captured.append(weakref.ref(graph))
         return graph
 
 
