@@ -394,16 +394,9 @@ class KernelBackend(ABC):
 
         This works for caches that are sequences of tensors whose first dimension is blocks; others override it.
         """
-        runs: list[tuple[int, int, int]] = []
-        for s, d in pairs:
-            if runs and (s, d) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-            else:
-                runs.append((s, d, 1))
-        for source, target in zip(sources, targets, strict=True):
-            for theirs, ours in zip(source, target, strict=True):
-                for s, d, count in runs:
-                    ours[d : d + count].copy_(theirs[s : s + count], non_blocking=True)
+        from .moving import move  # needs torch
+
+        move(sources, targets, pairs)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over tensor-parallel ranks; one rank: the identity."""

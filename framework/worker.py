@@ -309,7 +309,8 @@ class TorchExecutor(Executor):
         self.device.release_memory()
 
     def _copy(self, copies: Iterable[Copy]) -> None:
-        """In order; neighbours within one group and pair of tiers go together."""
+        """In order within each group, whose pools are its own; neighbours of one pair of tiers go together."""
+        copies = sorted(copies, key=lambda copy: copy.group)
         for (group, *tiers), some in itertools.groupby(copies, lambda c: (c.group, c.src_tier, c.dst_tier)):
             pairs = [(c.src, c.dst) for c in some]
             if tiers == ["device", "device"]:
