@@ -14,15 +14,6 @@ from . import machine
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 16
 """Bytes at whose multiples the arrays that are sent together begin."""
-BUFFERS = 8
-"""Staging buffers of a device: two steps may be in flight, and each sends a few times."""
-
-
-class Event(Protocol):
-    """A point in what a device was asked to do."""
-
-    def synchronize(self) -> None:
-        """Return once the device has come to it."""
 
 
 class Graph(Protocol):
@@ -91,10 +82,6 @@ class CudaDevice(Device):
     dedicated = True
     graphs = True
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._staging = Staging(device)
-
     def begin(self) -> None:
         torch.cuda.set_device(self.torch if self.torch.index is not None else torch.cuda.current_device())
 
@@ -123,11 +110,14 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
 
     def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        return self._staging.send(arrays)
+        # Torch gives page-locked memory out again only when the copies from it are done.
+        here = pack(arrays, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        return unpack(here.to(self.torch, non_blocking=True), arrays)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         here = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
-        event = self._staging.event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch))
 
         def wait() -> list[torch.Tensor]:
             event.synchronize()
@@ -148,49 +138,27 @@ class CudaDevice(Device):
         return graph
 
 
-class Staging:
-    """Page-locked host memory that a CUDA device copies from by itself: buffers in turn, each used again once its copy
-    is done."""
+def pack(arrays: Sequence[Array], make: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Copy arrays one behind the other, each at a multiple of `ALIGNMENT` bytes. make: uint8 of so many bytes."""
+    buffer = make(sum(map(_padded, arrays)))
+    memory, start = buffer.numpy(), 0
+    for array in arrays:
+        memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        start += _padded(array)
+    return buffer
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[torch.Tensor | None] = [None] * BUFFERS
-        self._copied: list[Event | None] = [None] * BUFFERS
-        self._next = 0
 
-    def pinned(self, size: int) -> torch.Tensor:
-        """A buffer, uint8 [size]."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+def unpack(buffer: torch.Tensor, arrays: Sequence[Array]) -> list[torch.Tensor]:
+    """Views of what `pack` made of them, wherever it is now."""
+    views, start = [], 0
+    for array in arrays:
+        views.append(buffer[start : start + array.nbytes].view(_dtype(array.dtype)).view(array.shape))
+        start += _padded(array)
+    return views
 
-    def copy(self, there: torch.Tensor, here: torch.Tensor) -> None:
-        """Begin a copy to the device."""
-        there.copy_(here, non_blocking=True)
 
-    def event(self) -> Event:
-        """Behind all that the device has been asked to do."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
-        starts, size = [0, *ends[:-1]], ends[-1]
-        turn, self._next = self._next, (self._next + 1) % BUFFERS
-        buffer, copied = self._buffers[turn], self._copied[turn]
-        if copied is not None:
-            copied.synchronize()
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[turn] = self.pinned(1 << max(12, (size - 1).bit_length()))
-        memory = buffer.numpy()
-        for start, array in zip(starts, arrays, strict=True):
-            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-        there = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self.copy(there, buffer[:size])
-        self._copied[turn] = self.event()
-        return [
-            there[start : start + array.nbytes].view(_dtype(array.dtype)).view(array.shape)
-            for start, array in zip(starts, arrays, strict=True)
-        ]
+def _padded(array: Array) -> int:
+    return -(-array.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 _dtypes: dict[np.dtype[Any], torch.dtype] = {}

@@ -14,51 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework import device as devices
-from framework.device import Device, Event, Graph, Staging
+from framework.device import Device, Graph, pack, unpack
 
 CPU = torch.device("cpu")
 GARBAGE = 0xA5
 WAITS = (torch.ops.aten.item, torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
 """Operations for which the host waits."""
-
-
-class FakeStaging(Staging):
-    """Copies are made when their event is waited for, or at once; then the buffer is garbage."""
-
-    def __init__(self, delayed: bool = False) -> None:
-        super().__init__(CPU)
-        self.delayed = delayed
-        self.made = 0
-        self.copies = 0
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def pinned(self, size: int) -> torch.Tensor:
-        self.made += 1
-        return torch.full((size,), GARBAGE, dtype=torch.uint8)
-
-    def copy(self, there: torch.Tensor, here: torch.Tensor) -> None:
-        self.copies += 1
-        self._waiting.append((there, here))
-        if not self.delayed:
-            self.flush()
-
-    def event(self) -> Event:
-        last = self._waiting[-1] if self._waiting else None
-        staging = self
-
-        class Point:
-            def synchronize(self) -> None:
-                while any(one is last for one in staging._waiting):
-                    staging.flush(1)
-
-        return Point()
-
-    def flush(self, count: int | None = None) -> None:
-        """Make the first copies that wait."""
-        some, self._waiting = self._waiting[:count], self._waiting[len(self._waiting) if count is None else count :]
-        for there, here in some:
-            there.copy_(here)
-            here.fill_(GARBAGE)
 
 
 class Recorder(TorchDispatchMode):
@@ -127,7 +88,7 @@ class FakeDevice(Device):
     def __init__(self, total: int = 1 << 34, used: int = 0, step: int = 0, graph: int = 0, first: int = 0) -> None:
         super().__init__(CPU)
         self.total, self.used, self.step, self.graph, self.first = total, used, step, graph, first
-        self.staging = FakeStaging()
+        self.copies = 0
         self._captured: list[weakref.ref[FakeGraph]] = []
         self.released = 0
         self.refuse: Callable[[int], str] = lambda count: ""
@@ -152,7 +113,9 @@ class FakeDevice(Device):
         self.released += 1
 
     def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
-        return self.staging.send(arrays)
+        self.copies += 1
+        here = pack(arrays, lambda size: torch.full((size,), GARBAGE, dtype=torch.uint8))
+        return unpack(here.clone(), arrays)
 
     def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
         why = self.refuse(len(self.captured))

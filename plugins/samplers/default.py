@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from framework import ReferenceBackend, SampleBatch, Sampled, SamplingParams, hookimpl
+from framework import ReferenceBackend, SampleBatch, Sampled, SamplingParams, hookimpl, send
 
 Array = np.ndarray[Any, Any]
 TINY = torch.finfo(torch.float32).tiny
@@ -55,8 +55,8 @@ class DefaultSampler:
             tokens[setup.greedy] = argmax(logits[setup.greedy]) if likeliest is None else likeliest[setup.greedy]
             logits = logits[setup.random]
         lens = np.array(batch.output_len, np.uint64)[setup.random_owner]
-        uniform = torch.from_numpy(uniforms(setup.seeds, lens))
-        tokens[setup.random] = _draw(logits, setup, uniform.to(logits.device))
+        [uniform] = send([uniforms(setup.seeds, lens)], logits.device)
+        tokens[setup.random] = _draw(logits, setup, uniform)
         return Sampled(tokens)
 
     def _penalise(self, logits: torch.Tensor, batch: SampleBatch, penalties: _Penalties) -> None:
@@ -68,14 +68,14 @@ class DefaultSampler:
                 history = self._histories[id] = _History(batch.prompt_tokens(id))
             history.extend(batch.output_tokens(id)[history.known : length])
             histories.append(history)
-        device = logits.device
         sizes = [history.size for history in histories]
-        rows = torch.from_numpy(np.repeat(np.array(penalties.rows), sizes)).to(device)
-        tokens = torch.from_numpy(np.concatenate([h.tokens[: h.size] for h in histories])).to(device)
-        counts = torch.from_numpy(np.concatenate([h.counts[: h.size] for h in histories])).to(device)
-        repetition, presence, frequency = (
-            torch.from_numpy(np.repeat(values, sizes)).to(device) for values in penalties.values
-        )
+        arrays = [
+            np.repeat(np.array(penalties.rows), sizes),
+            np.concatenate([h.tokens[: h.size] for h in histories]),
+            np.concatenate([h.counts[: h.size] for h in histories]),
+            *(np.repeat(values, sizes) for values in penalties.values),
+        ]
+        rows, tokens, counts, repetition, presence, frequency = send(arrays, logits.device)
         given = logits[rows, tokens]
         # A tiny penalty overflows; what a temperature divides later must be finite. Masked tokens stay masked.
         values = torch.where(given > 0, given / repetition, given * repetition).clamp_(-HUGE, HUGE)
@@ -104,10 +104,10 @@ class _Setup:
         params = [batch.params[o] for o in batch.owner]
 
         def index(rows: Sequence[int]) -> torch.Tensor | None:
-            return torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
+            return send([np.array(rows, np.int64)], device)[0] if rows else None
 
         def column(values: Sequence[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+            return send([np.array(values, np.float32)], device)[0][:, None]
 
         self.random_rows = [row for row, p in enumerate(params) if not p.greedy]
         self.random_owner = np.array([batch.owner[row] for row in self.random_rows], np.int64)
@@ -141,13 +141,11 @@ class _Setup:
         self.bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if entries:
             at, tokens, amounts = zip(*entries, strict=True)
-            self.bias = (
-                torch.tensor(at, device=device),
-                torch.tensor(tokens, device=device),
-                torch.tensor(amounts, dtype=torch.float32, device=device),
-            )
+            arrays = np.array(at, np.int64), np.array(tokens, np.int64), np.array(amounts, np.float32)
+            on_rows, of_tokens, by = send(arrays, device)
+            self.bias = on_rows, of_tokens, by
         self.minimum = [
-            _Minimum(row, p.min_tokens, torch.tensor(_within(p, vocab), dtype=torch.int64, device=device))
+            _Minimum(row, p.min_tokens, send([np.array(_within(p, vocab), np.int64)], device)[0])
             for row, p in enumerate(params)
             if p.min_tokens and p.ends
         ]
