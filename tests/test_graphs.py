@@ -35,6 +35,7 @@ from framework.messages import Add
 from framework.registry import load_plugins
 from framework.settings import Settings
 from framework.startup import build_engine
+from framework.testing import KernelConformance
 from framework.worker import TorchExecutor
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=3, logprobs=1)
@@ -57,6 +58,7 @@ class Graphed(ReferenceBackend):
         tables, lengths = meta.tables[group].long(), meta.seq_lens.long()
         self.seen = tables.shape[1], meta.max_seq
         at = torch.arange(tables.shape[1] * meta.batch.block_size, device=q.device)
+        tables = tables.where(at[:: meta.batch.block_size] < lengths[:, None], tables[:, :1])  # the rest is undefined
         unseen = (at >= lengths[:, None])[:, None, :, None]
         ratio = q.shape[1] // cache.k.shape[1]
         # [rows, columns, kv heads, tokens, size] -> [rows, heads, tokens of all columns, size]
@@ -316,6 +318,47 @@ def test_a_backend_that_only_prepares_advances_a_graph_s_inputs_too(tiny_llama: 
         replays.append(sum(rows_of(device)))
         executor.stop()
     assert outputs[0] == outputs[1] and replays == [8, 0]
+
+
+class Late(Graphed):
+    """Its lengths are those of the step before."""
+
+    def _fill(self, batch: Batch, out: Meta, tables: bool) -> Meta:
+        before = out.seq_lens.clone()
+        out = super()._fill(batch, out, tables)
+        out.seq_lens.copy_(before)
+        return out
+
+
+class Moves(Graphed):
+    """Its lengths are new tensors."""
+
+    def _fill(self, batch: Batch, out: Meta, tables: bool) -> Meta:
+        out = super()._fill(batch, out, tables)
+        out.seq_lens = out.seq_lens.clone()
+        return out
+
+
+class Reads(Graphed):
+    """It asks the host how long a request is."""
+
+    def attention(self, q: Any, cache: Any, group: int, meta: Meta, *more: Any) -> torch.Tensor:
+        assert meta.seq_lens[0].item()
+        return super().attention(q, cache, group, meta, *more)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_the_kit_s_check_of_graphs(device: FakeDevice, block_size: int) -> None:
+    """It can be passed, and broken backends do not pass it."""
+
+    def check(made: type[ReferenceBackend]) -> None:
+        suite = type("Suite", (KernelConformance,), {"backend": lambda self: made()})()
+        suite.test_graph(block_size, None, "float32")
+
+    check(Graphed)
+    for broken in (Late, Moves, Reads):
+        with pytest.raises((AssertionError, RuntimeError)):
+            check(broken)
 
 
 # Where there are none

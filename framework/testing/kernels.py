@@ -17,7 +17,8 @@ from ..kv import CacheGroup
 from ..model import ModelSpec
 from ..registry import load_plugins
 from ..settings import Settings
-from .pool import Part, Pool, Shape, close, make_batch
+from .graphs import check_graph
+from .pool import Part, Pool, Shape, close, make_batch, normal
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 KINDS = {
@@ -165,7 +166,7 @@ class KernelConformance:
         """x @ weight.T, and the bias; for any number of rows, and none."""
         backend, kind, device = self._ready(dtype, op)
         for rows, inner, outer in PRODUCTS:
-            x, weight, b = (_normal(kind, i, *size) for i, size in enumerate(((rows, inner), (outer, inner), (outer,))))
+            x, weight, b = (normal(kind, i, *size) for i, size in enumerate(((rows, inner), (outer, inner), (outer,))))
             expected = x.double() @ weight.double().T + (b.double() if bias else 0)
             packed = backend.pack(op, weight.to(device, copy=True), b.to(device, copy=True) if bias else None)
             for x_again in (x, x.flip(0)):  # packed once, used often
@@ -196,7 +197,7 @@ class KernelConformance:
     @torch.inference_mode()
     def test_embed(self, dtype: str) -> None:
         backend, kind, device = self._ready(dtype, "embed")
-        weight, tokens = _normal(kind, 0, 30, 8), torch.tensor([3, 0, 29, 3])
+        weight, tokens = normal(kind, 0, 30, 8), torch.tensor([3, 0, 29, 3])
         one, other = (weight.to(device, copy=True) for _ in range(2))
         for packed in (backend.pack("embed", one), backend.pack_tied(other)[0]):
             found = backend.embed(tokens.to(device), packed)
@@ -209,7 +210,7 @@ class KernelConformance:
         """Also where the exponential overflows."""
         backend, kind, device = self._ready(dtype, "silu_mul")
         for scale in (4, 60):
-            x = _normal(kind, scale, 5, 42) * scale
+            x = normal(kind, scale, 5, 42) * scale
             gate, up = x.double().chunk(2, -1)
             found = backend.silu_mul(x.to(device, copy=True))
             close(found, gate / (1 + (-gate).exp()) * up, kind, self.tolerance("silu_mul", kind))
@@ -221,10 +222,10 @@ class KernelConformance:
         backend, kind, device = self._ready(dtype, "add_rmsnorm")
         for shape in ((5, 48), (5, 3, 20)):
             for scale in (500, 1e-3):
-                flat, width = _normal(kind, 0, shape[0], prod(shape[1:]) + 40) * scale, prod(shape[1:])
+                flat, width = normal(kind, 0, shape[0], prod(shape[1:]) + 40) * scale, prod(shape[1:])
                 x = flat[:, 4 : 4 + width].view(shape)
-                other = _normal(kind, 1, *shape) * scale if residual else None
-                weight = _normal(kind, 2, shape[-1])
+                other = normal(kind, 1, *shape) * scale if residual else None
+                weight = normal(kind, 2, shape[-1])
                 total = x.double() + (0 if other is None else other.double())
                 expected = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
                 given = flat.to(device, copy=True)[:, 4 : 4 + width].view(shape)
@@ -237,7 +238,7 @@ class KernelConformance:
 
     def test_all_reduce_of_one_rank(self, dtype: str) -> None:
         backend, kind, device = self._ready(dtype, "all_reduce")
-        x = _normal(kind, 0, 3, 4)
+        x = normal(kind, 0, 3, 4)
         assert torch.equal(backend.all_reduce(x.to(device)).cpu(), x)
 
     # The batch, and memory
@@ -443,6 +444,12 @@ class KernelConformance:
             close(found, expected, pool.dtype, self.tolerance("attention", pool.dtype))
 
     @torch.inference_mode()
+    def test_graph(self, block_size: int, window: int | None, dtype: str) -> None:
+        """Decode steps by inputs that stay where they are, captured and replayed where the device has graphs."""
+        pool = self._pool(dtype, block_size, self.shapes[0], 400 // block_size + 9, window)
+        check_graph(pool, window, self.tolerance("attention", pool.dtype))
+
+    @torch.inference_mode()
     def test_decoder(self, window: int | None, shape: tuple[int, int, int], dtype: str) -> None:
         """All layers at once are what they are one operation after the other, in a prompt and in the steps after it."""
         (heads, kv_heads, head_dim), hidden, inner, normed = shape, 40, 56, window is not None
@@ -451,13 +458,13 @@ class KernelConformance:
         seeds = iter(range(100))
 
         def weight(op: str, rows: int, columns: int, bias: bool = False) -> Any:
-            some = (_normal(kind, next(seeds), rows, columns) * columns**-0.5).to(device)
-            return backend.pack(op, some, _normal(kind, next(seeds), rows).to(device) if bias else None)
+            some = (normal(kind, next(seeds), rows, columns) * columns**-0.5).to(device)
+            return backend.pack(op, some, normal(kind, next(seeds), rows).to(device) if bias else None)
 
         layers = [DecoderLayer(window), DecoderLayer(None)]
         for layer in layers:
             sizes = (hidden, hidden, *(head_dim, head_dim) * normed)
-            norms = [(1 + _normal(kind, next(seeds), size) / 8).to(device) for size in sizes]
+            norms = [(1 + normal(kind, next(seeds), size) / 8).to(device) for size in sizes]
             layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm = (*norms, None, None)[:4]
             layer.qkv = weight("qkv", (heads + 2 * kv_heads) * head_dim, hidden, bias=not normed)
             layer.o, layer.down = weight("linear", hidden, heads * head_dim), weight("linear", hidden, inner)
@@ -468,7 +475,7 @@ class KernelConformance:
         for spans in ([(0, 17), (0, 1), (0, 30)], [(17, 1), (1, 6), (30, 1)], [(18, 1), (7, 1), (31, 1)]):
             parts = [Part(start, n, free[4 * i : 4 * i + 4]) for i, (start, n) in enumerate(spans)]
             position = pools[0].positions(parts).to(device)
-            x = _normal(kind, next(seeds), len(position), hidden).to(device)
+            x = normal(kind, next(seeds), len(position), hidden).to(device)
             results = []
             runs: tuple[Any, ...] = (backend.decoder, partial(KernelBackend.decoder, backend))
             for pool, run in zip(pools, runs, strict=True):
@@ -487,10 +494,6 @@ class KernelConformance:
         scene = {"shape": rng.choice(self.shapes), "shared": shared, "chunks": rng.randint(1, 3)}
         window = rng.choice((None, rng.choice(self.windows)))
         self._check(spans, dtype, window, block_size=block_size, seed=number, **scene)
-
-
-def _normal(dtype: torch.dtype, seed: int, *size: int) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

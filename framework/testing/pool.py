@@ -31,6 +31,10 @@ class Part(NamedTuple):
     blocks: Sequence[int]
 
 
+def normal(dtype: torch.dtype, seed: int, *size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, tolerance: float) -> None:
     """Of this type, and within `tolerance` of the float64 `expected`, relative to each number and to their root mean
     square."""
@@ -141,6 +145,12 @@ class Pool:
         q = self.normal(sum(part.tokens for part in parts), *self.shape[::2]) * self.spread
         given = q.to(self.device, copy=True)
         found = self.backend.attention(given, self.caches[layer], group, meta, self.scale, window)
+        return found, self.attended(parts, q, window, layer)
+
+    def attended(
+        self, parts: Sequence[Part], q: torch.Tensor, window: int | None = None, layer: int = 0
+    ) -> torch.Tensor:
+        """What attention of these queries ought to be, float64."""
         rows, row, ratio = [], 0, self.shape.heads // self.shape.kv_heads
         for part in parts:
             position = torch.arange(part.start + part.tokens)
@@ -153,7 +163,7 @@ class Pool:
             scores = (x @ k.mT * self.scale).masked_fill(unseen, -torch.inf)
             rows.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
             row += part.tokens
-        return found, torch.cat(rows)
+        return torch.cat(rows)
 
     def check(self, tolerance: float) -> None:
         """Every block holds what it ought to: read each as the whole context of one request."""
