@@ -185,10 +185,9 @@ class _History:
 
 def _ban(row: torch.Tensor, tokens: torch.Tensor) -> None:
     """Forbid tokens, unless nothing else is left: then whoever masked the rest (a grammar, say) has the last word."""
-    before = row[tokens]
-    row[tokens] = float("-inf")
-    if row.amax() == float("-inf"):
-        row[tokens] = before
+    before, nothing = row[tokens], float("-inf")
+    row[tokens] = nothing
+    row[tokens] = torch.where(row.amax() == nothing, before, nothing)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
