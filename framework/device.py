@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from . import machine
+from .errors import ConfigError
 
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 16
@@ -185,6 +186,44 @@ def make_device(device: torch.device) -> Device:
 def send(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
     """What a kernel backend moves to its device in `prepare` and `advance`: see `Device.send`."""
     return make_device(device).send(arrays)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of `--device`. Raises `ConfigError` for one that cannot be used here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            reason = "this build of torch has no CUDA" if torch.version.cuda is None else "no CUDA device is usable"
+            raise ConfigError(f"--device {name}: {reason}; use --device cpu or auto")
+        found = torch.cuda.device_count()
+        if (device.index or 0) >= found:
+            raise ConfigError(f"--device {name}: this machine has cuda:0 to cuda:{found - 1}")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of `--dtype`. auto: bfloat16 where the hardware computes in it, else float32."""
+    if name == "auto":
+        name = "bfloat16" if _has_bfloat16(device) else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware computes in bfloat16, by torch's own account of it: emulation is slower than float32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # Which of these exist differs between versions of torch; what it cannot tell counts as missing.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    features = ("avx512_bf16", "amx_bf16", "bf16")
+    return any(bool(capabilities.get(f) or getattr(torch.cpu, f"_is_{f}_supported", bool)()) for f in features)
 
 
 def out_of_memory(error: BaseException) -> bool:

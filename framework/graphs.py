@@ -123,7 +123,7 @@ def _inputs(meta: Meta) -> Inputs:
     return meta.tokens, meta.positions, meta
 
 
-def memory(device: Device, graphs: Graphs, sizes: list[int]) -> int:
+def graph_memory(device: Device, graphs: Graphs, sizes: list[int]) -> int:
     """Bytes that graphs of `sizes` (ascending) will take, by what the first two take: the largest, with the scratch
     memory that all share, and one more."""
     device.release_memory()

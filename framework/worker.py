@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from . import machine
 from .batch import RowBatch, Rows, Step
 from .defaults import model_class
-from .device import Device, make_device, out_of_memory
+from .device import Device, make_device, out_of_memory, resolve_device, resolve_dtype
 from .errors import ConfigError, ModelError, PluginError, one_line
 from .executor import Done, Executor, Pending
-from .graphs import Graphs, Inputs, ladder, memory
+from .graphs import Graphs, Inputs, graph_memory, ladder
 from .halving import Halving
 from .kernels import Batch, GraphLimits, KernelBackend, Meta, Quantized
 from .kv import Capacity
@@ -128,10 +128,10 @@ class TorchExecutor(Executor):
         dtype: torch.dtype = getattr(torch, spec.dtype)
         try:
             return [self.backend.allocate(g, dtype, spec.block_size, blocks, device, **pinned) for g in spec.groups]
-        except OSError as error:
+        except (OSError, torch.OutOfMemoryError) as error:
             size = machine.size(blocks * sum(self.backend.block_bytes(g, dtype, spec.block_size) for g in spec.groups))
             raise ConfigError(
-                f"a KV pool of {size} cannot be had ({error.strerror}); give less with --kv-memory, --kv-blocks or "
+                f"a KV pool of {size} cannot be had ({getattr(error, 'strerror', None) or one_line(error)}); give less with --kv-memory, --kv-blocks or "
                 "--swap-space"
             ) from error
 
@@ -150,7 +150,7 @@ class TorchExecutor(Executor):
             taken = device.peak(lambda: self._step(plan, self.clock.ns()))
             if sizes:
                 with self._eager_on_failure(sizes):
-                    taken += memory(device, self._new_graphs(1, sizes), sizes)
+                    taken += graph_memory(device, self._new_graphs(1, sizes), sizes)
         except Exception as error:
             if not out_of_memory(error):
                 raise
@@ -414,44 +414,6 @@ def log_probabilities(logprobs: torch.Tensor, chosen: torch.Tensor, counts: list
         Logprobs(token, value, rank, tuple(top))
         for token, value, rank, top in zip(chosen.tolist(), own[:, 0].tolist(), ranks.tolist(), tops, strict=True)
     ]
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of `--device`. Raises `ConfigError` for one that cannot be used here."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            reason = "this build of torch has no CUDA" if torch.version.cuda is None else "no CUDA device is usable"
-            raise ConfigError(f"--device {name}: {reason}; use --device cpu or auto")
-        found = torch.cuda.device_count()
-        if (device.index or 0) >= found:
-            raise ConfigError(f"--device {name}: this machine has cuda:0 to cuda:{found - 1}")
-    return device
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type of `--dtype`. auto: bfloat16 where the hardware computes in it, else float32."""
-    if name == "auto":
-        name = "bfloat16" if _has_bfloat16(device) else "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _has_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware computes in bfloat16, by torch's own account of it: emulation is slower than float32."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # Which of these exist differs between versions of torch; what it cannot tell counts as missing.
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    features = ("avx512_bf16", "amx_bf16", "bf16")
-    return any(bool(capabilities.get(f) or getattr(torch.cpu, f"_is_{f}_supported", bool)()) for f in features)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ import torch
 from driver import BLOCK, BLOCKS, build
 
 from framework import ConfigError, ModelError
-from framework.worker import resolve_device, resolve_dtype
+from framework.device import resolve_device, resolve_dtype
 
 
 def test_start_reports_what_it_found(tiny_llama: Path) -> None:
@@ -106,7 +106,7 @@ def test_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert resolve_dtype("float16", cpu) is torch.float16
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("framework.worker._has_bfloat16", lambda device, native=native: native)
+        monkeypatch.setattr("framework.device._has_bfloat16", lambda device, native=native: native)
         assert resolve_dtype("auto", cpu) is expected
     monkeypatch.undo()
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
