@@ -130,9 +130,9 @@ class TorchExecutor(Executor):
             return [self.backend.allocate(g, dtype, spec.block_size, blocks, device, **pinned) for g in spec.groups]
         except (OSError, torch.OutOfMemoryError) as error:
             size = machine.size(blocks * sum(self.backend.block_bytes(g, dtype, spec.block_size) for g in spec.groups))
+            why = getattr(error, "strerror", None) or one_line(error)
             raise ConfigError(
-                f"a KV pool of {size} cannot be had ({getattr(error, 'strerror', None) or one_line(error)}); give less with --kv-memory, --kv-blocks or "
-                "--swap-space"
+                f"a KV pool of {size} cannot be had ({why}); give less with --kv-memory, --kv-blocks or --swap-space"
             ) from error
 
     def _memory(self, sizes: list[int], progress: Callable[[str, float], None]) -> Memory:

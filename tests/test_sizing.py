@@ -107,6 +107,22 @@ def test_a_step_that_does_not_fit_names_its_flags(
         blocks(tiny_llama)
 
 
+def test_a_pool_that_the_device_does_not_give_names_its_flags(
+    tiny_llama: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory may be in pieces."""
+    allocate = TorchBackend.allocate
+
+    def limited(self: TorchBackend, group: Any, dtype: Any, size: int, blocks: int, *more: Any, **some: Any) -> Any:
+        if blocks > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return allocate(self, group, dtype, size, blocks, *more, **some)
+
+    monkeypatch.setattr(TorchBackend, "allocate", limited)
+    with pytest.raises(ConfigError, match=r"a KV pool of .* cannot be had \(CUDA out of memory.\); give less with"):
+        blocks(tiny_llama, kv_blocks=101)
+
+
 def test_a_largest_step_is_as_long_as_the_model_allows() -> None:
     for seqs, tokens, limit in ((1, 100, 30), (3, 100, 30), (200, 100, 30), (4, 1000, None)):
         settings = Settings(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=limit, block_size=4)
