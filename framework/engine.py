@@ -175,17 +175,14 @@ class Engine:
         for request, index, tokens in self.planner.commit(plan, result):
             self._generated += len(tokens)
             output = TokenOutput(request.id, index, list(tokens))
-            if index == 0:
+            if index == 0 and tokens:
                 request.first_token_at, output.cached_tokens = now / 1e9, request.cached_tokens
             if logprobs:
                 found = logprobs.get(request.id)
                 output.logprobs = list(found[: len(tokens)]) if found else None
             if request.finish_reason is not None:
-                self._finish(request, request.finish_reason, output)
+                self._finish(request, request.finish_reason, output, result.errors.get(request.id))
             outputs.append(output)
-        for id, message in result.errors.items():
-            if id in self.requests:
-                outputs.append(self._finish(self.requests[id], "error", error=message))
         self.kv.copied(result.copied)
         return outputs
 

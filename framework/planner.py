@@ -44,8 +44,7 @@ class Planner:
         self._step = self._stalled = 0
         self._granted: list[tuple[Request, Slice]] = []
         self._fallen = self.preemption.fallen
-        # What was granted and who fell, by step: of the plans in flight.
-        self._submitted: dict[int, tuple[list[tuple[Request, Slice]], dict[Request, Mode]]] = {}
+        self._submitted: dict[int, tuple[list[tuple[Request, Slice]], dict[Request, Mode]]] = {}  # by step, in flight
         self._wide: list[Request] = []  # took seats for children, too
         self._unsent: set[Request] = set()  # forked off since the last plan: the executor does not know them
         self._suspects: list[Request] = []  # were in two failing steps: each runs alone until it has shown which it was
@@ -89,8 +88,7 @@ class Planner:
     def plan(self, now: float) -> Plan | None:
         """Decide the next step; None if there is nothing to do in it. `now` is in seconds.
 
-        With steps in flight, requests count as if those were over, and nobody is preempted: see `Preemption.postponed`.
-        """
+        With steps in flight, requests count as if those were over, and nobody falls: see `Preemption.postponed`."""
         view, flying = self.view, bool(self._submitted)
         self.preemption.begin(flying)
         self._step += 1
@@ -236,11 +234,11 @@ class Planner:
     # After the step
 
     def commit(self, plan: Plan, result: StepResult) -> list[tuple[Request, int, tuple[int, ...]]]:
-        """Apply a result: (request, index of the first new token, new tokens) for all that got any.
+        """Apply a result: (request, index of the first new token, new tokens) for all that got any or failed.
 
-        Sets `finish_reason` of requests that are complete; the caller removes them, and those in `result.errors`.
+        Sets `finish_reason` of requests that are complete or in `result.errors`; the caller removes them.
         """
-        publish, tokens_of = self.kv.publish, result.tokens
+        publish, tokens_of, errors = self.kv.publish, result.tokens, result.errors
         produced: list[tuple[Request, int, tuple[int, ...]]] = []
         for request, part in self._submitted.pop(plan.step)[0]:
             if request.status is Status.FINISHED:  # while this step was in flight
@@ -261,14 +259,17 @@ class Planner:
             planned, request.computed = request.computed, end  # what a later step computes is not there yet
             publish(request)
             request.computed = planned
+            index = len(request.output)
             if tokens:
-                index = len(request.output)
                 for token in tokens:
                     if request.append(token):
                         tokens = tokens[: len(request.output) - index]
                         break
                 produced.append((request, index, tokens))
                 request.failures = 0  # not before: who fails in a later chunk computes the first ones again and again
+            elif errors and part.request_id in errors:
+                request.finish_reason = "error"
+                produced.append((request, index, ()))
         return produced
 
     def fail(self, plan: Plan, *later: Plan) -> list[Request]:
@@ -279,12 +280,10 @@ class Planner:
         Returns those whose third failure, alone, this is: the caller ends them.
         """
         granted, fallen = self._submitted.pop(plan.step)
-        for request in {r for some in (granted, *(self._submitted.pop(p.step)[0] for p in later)) for r, _ in some}:
-            if request.status is Status.FINISHED:
-                self.kv.release(request)
-        touched = [r for r, _ in granted if r.status is not Status.FINISHED]
+        touched = [r for r, _ in granted]
+        behind = [r for p in later for r, _ in self._submitted.pop(p.step)[0]]
         swapped = [r for r, mode in fallen.items() if mode is Mode.SWAP]
-        for request in [*self.view.running, *swapped]:
+        for request in dict.fromkeys((*self.view.running, *swapped, *touched, *behind)):
             if request.status is Status.RUNNING:
                 self.view.running.remove(request)
                 request.status = Status.PREEMPTED
@@ -298,4 +297,4 @@ class Planner:
         for request in touched:
             request.failures += request.failures < 2 or len(touched) == 1  # only who fails alone is at fault
         self._suspects = [r for r in dict.fromkeys((*self._suspects, *touched)) if r.failures == 2]
-        return [r for r in touched if r.failures >= 3]
+        return [r for r in touched if r.failures >= 3 and r.status is not Status.FINISHED]

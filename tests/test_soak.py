@@ -95,9 +95,10 @@ def soak(h: Harness, rng: Random, requests: int, aborts: bool, **params: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("aborts", [False, True], ids=["nobody leaves", "some leave"])
 @pytest.mark.parametrize("block_size", [4, 16])
-def test_soak(block_size: int, aborts: bool) -> None:
+@pytest.mark.parametrize("in_flight", [1, 2], ids=["alone", "overlap"])
+def test_soak(in_flight: int, block_size: int, aborts: bool) -> None:
     rng = Random(block_size + aborts)
-    h = harness(rng, block_size)
+    h = harness(rng, block_size, max_in_flight=in_flight)
     stats = soak(h, rng, 2000, aborts)
     for id, output in h.outputs.items():
         assert output == h.alone(id)[: len(output)]
