@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from . import machine
 
 
+class Fetched:
+    """Tensors on their way to the host."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """The tensors, on the host."""
+        return self._tensors
+
+
 class Device:
     """A CPU: whatever it is asked to do is done when the call returns. `torch` is the device in torch's terms."""
+
+    asynchronous = False
+    """Whether it may still be at work when the call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
@@ -29,14 +46,32 @@ class Device:
     def release_memory(self) -> None:
         """Give memory that nothing uses back to the system."""
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Begin to copy tensors to the host behind what the device was asked to do before, and not behind what it is
-        asked to do later. The function waits for that, and returns them."""
-        return lambda: list(tensors)
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
+        """Begin to copy tensors to the host: behind what the device was asked to do before, and not behind what it is
+        asked to do later."""
+        return Fetched(tensors)
+
+
+class _CudaFetched(Fetched):
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        super().__init__(
+            [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
+        )
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def ready(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        self._event.synchronize()
+        return super().wait()
 
 
 class CudaDevice(Device):
     """A CUDA device, which does one thing after the other while the host goes on."""
+
+    asynchronous = True
 
     @property
     def name(self) -> str:
@@ -51,16 +86,8 @@ class CudaDevice(Device):
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        here = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.torch))
-
-        def wait() -> list[torch.Tensor]:
-            event.synchronize()
-            return here
-
-        return wait
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
+        return _CudaFetched(tensors, self.torch)
 
 
 def make_device(device: torch.device) -> Device:

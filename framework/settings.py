@@ -150,6 +150,11 @@ class Settings(BaseSettings):
     executor: str = setting("torch", "Execution", "Executor provider.")
     executor_opt: dict[str, Any] = setting({}, "Execution", "Option of the executor, key=value; repeatable.")
     device: str = setting("auto", "Execution", "auto, cpu, cuda or cuda:N.")
+    overlap: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "Execution",
+        "on: plan a step and build its inputs while the device runs the one before; auto: off.",
+    )
     threads: Annotated[int | None, Field(ge=1, le=1024)] = setting(
         None,
         "Execution",
