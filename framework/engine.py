@@ -118,6 +118,10 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.requests or self._flying)
 
+    @property
+    def in_flight(self) -> list[Plan]:
+        return [plan for plan, *_ in self._flying]
+
     # One step
 
     def step(self) -> list[TokenOutput]:

@@ -27,9 +27,9 @@ class RequestFailed(Exception):
 class _Unasked(Done):
     """A plan that counts as in flight until its result is asked for."""
 
-    def __init__(self, plan: Plan, result: StepResult | BaseException) -> None:
+    def __init__(self, result: StepResult | BaseException) -> None:
         super().__init__(result)
-        self.plan, self.failed, self.asked = plan, isinstance(result, BaseException), False
+        self.failed, self.asked = isinstance(result, BaseException), False
 
     def result(self) -> StepResult:
         self.asked = True
@@ -139,7 +139,7 @@ class CheckingExecutor(Executor):
         return self.capacity
 
     def submit(self, plan: Plan) -> Pending:
-        before = self._unasked()
+        before = [pending for pending in self._flying if not pending.asked]
         result: StepResult | BaseException
         try:
             if self._fault is not None:
@@ -152,17 +152,9 @@ class CheckingExecutor(Executor):
             result = self._fault = fault
         except StepFailed as error:
             result = error
-        pending = _Unasked(plan, result)
+        pending = _Unasked(result)
         self._flying = [*before, pending]
         return pending
-
-    def _unasked(self) -> list[_Unasked]:
-        return [pending for pending in self._flying if not pending.asked]
-
-    @property
-    def in_flight(self) -> list[Plan]:
-        """Submitted, and their results not asked for."""
-        return [pending.plan for pending in self._unasked()]
 
     @property
     def known(self) -> frozenset[str]:

@@ -301,7 +301,7 @@ class Simulation:
 
     def _leaving(self) -> list[Request]:
         """Those who have ended, but not a step in flight that writes to their blocks."""
-        ids = dict.fromkeys(part.request_id for plan in self.executor.in_flight for part in plan.slices)
+        ids = dict.fromkeys(part.request_id for plan in self.engine.in_flight for part in plan.slices)
         return [self.requests[id] for id in ids if self.requests[id].status is Status.FINISHED]
 
     def alone(self, id: str) -> list[int]:
