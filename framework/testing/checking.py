@@ -70,7 +70,7 @@ class CheckingExecutor(Executor):
     - every context position a slice reads, within the group's window, holds the keys and values of this request's own
       token prefix, in every group;
     - `token_budget` and `seats`, where given, are kept;
-    - at most `max_in_flight` plans are submitted whose results were not asked for.
+    - at most `max_in_flight` plans are submitted whose results were not asked for, and none behind another preempts.
 
     An engine treats an exception of its executor as a failed step, so a fault sticks: it is raised again by every later
     step and by `check`, which a test should call at its end.
@@ -145,6 +145,7 @@ class CheckingExecutor(Executor):
             if self._fault is not None:
                 raise self._fault
             _need(len(before) < self.max_in_flight, f"step {plan.step} is submitted behind {len(before)} others")
+            _need(not (before and plan.preempted), f"step {plan.step} preempts while another is in flight")
             if any(pending.failed for pending in before):
                 raise StepFailed(f"step {plan.step} built on one that failed")
             result = self._run(plan)
