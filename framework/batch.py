@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,8 @@ class Step:
 
     rows: int64 [R], tokens: int64 [T], positions: int64 [T]. sampled: the requests that are sampled, None if nobody is.
     advanced: the arrays are those of the step before, with each of its requests one token further. moved: then,
-    whether a token begins a block or a table changed.
+    whether a token begins a block or a table changed. fed: int64 [2, n], entries of `tokens` that only the device knows
+    (they are anything), and which of `Rows.unknown` they are; None: there are none.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Step:
         "batch",
         "counters",
         "counts",
+        "fed",
         "ids",
         "left",
         "longest",
@@ -59,6 +61,7 @@ class Step:
     sampled: RowBatch | None
     advanced: bool
     moved: bool
+    fed: Array | None
     longest: int  # most tokens that any of the requests has, this step's included
     # Only of a decode step, one whose requests all compute one token and sample the next:
     counters: Array | None  # int64 [3, R], what grows by 1 a step: positions, known tokens, output tokens
@@ -66,12 +69,30 @@ class Step:
     room: int  # tokens that the batch's tables have room for
 
 
+class Sampling:
+    """Tokens that a step has sampled, before the host knows them.
+
+    index, at: int64 [R], rows of `Rows.tokens`, and where in them they go. tokens: int64 [R], where they were sampled.
+    wait: brings them here.
+    """
+
+    def __init__(self, step: Step, index: Array, at: Array, born: Array, tokens: Any, wait: Callable[[], list[int]]):
+        self.step, self.index, self.at, self.born, self.tokens = step, index, at, born, tokens
+        self._wait: Callable[[], list[int]] | None = wait
+        self._values: list[int] = []
+
+    def values(self) -> list[int]:
+        if self._wait is not None:
+            self._values, self._wait = self._wait(), None
+        return self._values
+
+
 class Rows:
     """One row per known request; freed rows are reused, and all arrays grow on demand.
 
     tokens: int32 [rows, columns]; tables: int32 [rows, blocks] per cache group; length (known tokens), prompt_len:
     int64 [rows]; seeds: uint64 [rows]. `added` and `removed` (insertion-ordered sets) tell samplers who came and left
-    since `settle`.
+    since `settle`. unknown: what the last step sampled, unless the host knows it by now; `tokens` have their places.
     """
 
     def __init__(self, groups: int, block_size: int, rows: int = 64) -> None:
@@ -86,8 +107,12 @@ class Rows:
         self.seeds: Array = np.zeros(rows, np.uint64)
         self.params: list[SamplingParams] = [_NO_PARAMS] * rows
         self.extra: list[dict[str, Any]] = [{}] * rows
+        self.unknown: Sampling | None = None
+        self._source: Array = np.full(rows, -1, np.int64)  # which of the unknown tokens is a row's, -1: none
+        self._born: Array = np.zeros(rows, np.int64)  # changes with a row's owner
+        self._births = 0
         self._free = list(range(rows - 1, -1, -1))
-        self._last: Step | None = None  # a decode step whose tokens were committed, and nobody came or left since
+        self._last: Step | None = None  # a decode step that was sampled, and nobody came or left since
 
     def update(self, plan: Plan) -> None:
         """Drop who finished or was preempted, then take in who is new or resumed; a known id is replaced."""
@@ -145,7 +170,11 @@ class Rows:
         tables = tuple(table[rows, :width] for table in self.tables)
         step.sampled = RowBatch(self, list(compress(ids, samples_)), rows[samples]) if any(samples_) else None
         step.advanced = step.moved = False
-        step.counters = None
+        step.counters = step.fed = None
+        if self.unknown is not None:
+            source = np.where(samples, self._source[rows], -1)
+            at = np.flatnonzero(source >= 0)
+            step.fed = np.stack((last[at] - 1, source[at])) if len(at) else None
         if all(samples_) and max(counts) == 1:
             step.counters = np.stack((step.positions, ends, ends - self.prompt_len[rows]))
             step.positions = step.counters[0]
@@ -173,34 +202,50 @@ class Rows:
         begins = step.left == 0
         step.left = self._left(step.positions) if begins else step.left - 1
         step.advanced, step.moved = True, begins or bool(changes)
+        step.fed = None if self.unknown is None else np.tile(np.arange(len(starts)), (2, 1))
         return True
 
     def _left(self, positions: Array) -> int:
         return int((~positions % self.block_size).min())
 
-    def commit(self, step: Step, tokens: Sequence[int], bad: Sequence[int] = ()) -> None:
-        """Add the tokens sampled in `step` to its requests, except at `bad`. The sampler has seen who came and left."""
+    def sampled(self, step: Step, tokens: Any, wait: Callable[[], list[int]]) -> Sampling:
+        """`step` was sampled: `tokens` on the device, which `wait` brings here. Its requests have one more each, for
+        which there is a place now; `learn` puts them there. The sampler has seen who came and left."""
         assert step.sampled is not None
-        new = np.array(tokens, np.int64)
-        if step.counters is None or bad:
+        if step.counters is None:
             index = step.rows[step.batch.samples]
-            self.append(np.delete(index, bad), np.delete(new, bad))
+            at = self.length[index]
         else:
-            self._put(step.rows, step.counters[1], step.longest, new)
-            step.tokens[:] = new
+            index, at = step.rows, step.counters[1].copy()
             self._last = step
+        self._fit(int(at.max()) + 1)
+        self.length[index] = at + 1
+        self._source[:] = -1
+        self._source[index] = np.arange(len(index))
+        self.unknown = Sampling(step, index, at, self._born[index], tokens, wait)
         self.settle()
+        return self.unknown
+
+    def learn(self, sampling: Sampling) -> list[int]:
+        """Wait for tokens, and put them in their places, unless those are others' by now. Raises what waiting raises;
+        then they are never known."""
+        last = self.unknown is sampling
+        if last:
+            self.unknown = None
+        new = np.array(sampling.values(), np.int64)
+        own = self._born[sampling.index] == sampling.born
+        self.tokens[sampling.index[own], sampling.at[own]] = new[own]
+        if last and self._last is not None:
+            self._last.tokens[:] = new
+        return sampling.values()
 
     def append(self, rows: Array, tokens: Array) -> None:
         """Add one sampled token to each of these rows."""
         if len(rows):
             at = self.length[rows]
-            self._put(rows, at, int(at.max()), tokens)
-
-    def _put(self, rows: Array, at: Array, longest: int, tokens: Array) -> None:
-        self._fit(longest + 1)
-        self.tokens[rows, at] = tokens
-        self.length[rows] = at + 1
+            self._fit(int(at.max()) + 1)
+            self.tokens[rows, at] = tokens
+            self.length[rows] = at + 1
 
     def settle(self) -> None:
         """A sampler has seen `added` and `removed`."""
@@ -213,6 +258,8 @@ class Rows:
             if not self._free:
                 self._grow()
             row = self.index[data.id] = self._free.pop()
+        self._births += 1
+        self._born[row], self._source[row] = self._births, -1
         count = len(data.tokens)
         self._fit(count + 1)
         self.tokens[row, :count] = data.tokens
@@ -227,6 +274,7 @@ class Rows:
         row = self.index.pop(id, None)
         if row is not None:
             self._free.append(row)
+            self._born[row] = self._source[row] = -1
             self.params[row], self.extra[row] = _NO_PARAMS, {}
             self.added.pop(id, None)
             self.removed[id] = None
@@ -237,9 +285,17 @@ class Rows:
 
     def _grow(self) -> None:
         rows = len(self.params)
-        self.tokens, self.length, self.prompt_len, self.seeds, *self.tables = (
+        self.tokens, self.length, self.prompt_len, self.seeds, self._born, self._source, *self.tables = (
             np.concatenate([array, np.zeros_like(array)])
-            for array in (self.tokens, self.length, self.prompt_len, self.seeds, *self.tables)
+            for array in (
+                self.tokens,
+                self.length,
+                self.prompt_len,
+                self.seeds,
+                self._born,
+                self._source,
+                *self.tables,
+            )
         )
         self.params += [_NO_PARAMS] * rows
         self.extra += [{}] * rows
@@ -279,5 +335,7 @@ class RowBatch:
         return self._rows.tokens[row, : self._rows.prompt_len[row]]
 
     def output_tokens(self, id: str) -> Array:
+        if self._rows.unknown is not None:
+            self._rows.learn(self._rows.unknown)
         row = self._rows.index[id]
         return self._rows.tokens[row, self._rows.prompt_len[row] : self._rows.length[row]]

@@ -24,6 +24,20 @@ class Graph(Protocol):
         """Do it again, with what its inputs, at the addresses that they had, now hold."""
 
 
+class Fetched:
+    """Tensors on their way to the host."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """The tensors, on the host."""
+        return self._tensors
+
+
 class Device:
     """A CPU: whatever it is asked to do is done when the call returns. `torch` is the device in torch's terms."""
 
@@ -31,6 +45,8 @@ class Device:
     """Whether its memory is its own: what it computes with has to be sent, and what a step takes can be measured."""
     graphs = False
     """Whether it has `capture`."""
+    asynchronous = False
+    """Whether it may still be at work when a call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
@@ -65,10 +81,10 @@ class Device:
         this returns; a CPU's tensors are the arrays' own memory, and change with them."""
         return [torch.from_numpy(array) for array in arrays]
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Begin to copy tensors to the host behind what the device was asked to do before, and not behind what it is
-        asked to do later. The function waits for that, and returns them."""
-        return lambda: list(tensors)
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
+        """Begin to copy tensors to the host: behind what the device was asked to do before, and not behind what it is
+        asked to do later."""
+        return Fetched(tensors)
 
     def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
         """Run it twice: once for what is set up on first use, then captured. `beside`: a graph whose scratch memory
@@ -77,11 +93,26 @@ class Device:
         raise NotImplementedError
 
 
+class _CudaFetched(Fetched):
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        super().__init__(
+            [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
+        )
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def ready(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        self._event.synchronize()
+        return super().wait()
+
+
 class CudaDevice(Device):
     """A CUDA device, which does one thing after the other while the host goes on."""
 
-    dedicated = True
-    graphs = True
+    dedicated = graphs = asynchronous = True
 
     def begin(self) -> None:
         torch.cuda.set_device(self.torch if self.torch.index is not None else torch.cuda.current_device())
@@ -115,16 +146,8 @@ class CudaDevice(Device):
         here = pack(arrays, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
         return unpack(here.to(self.torch, non_blocking=True), arrays)
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        here = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.torch))
-
-        def wait() -> list[torch.Tensor]:
-            event.synchronize()
-            return here
-
-        return wait
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
+        return _CudaFetched(tensors, self.torch)
 
     def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
         own, other = torch.cuda.current_stream(self.torch), torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]

@@ -1,13 +1,17 @@
 """The step loop: plan, run, commit, tell. Everything that decides is in the planner, everything that computes in the
-executor; this file moves requests between them and stamps what happened when."""
+executor; this file moves requests between them and stamps what happened when. An executor that takes two plans gets
+step N+1 before N's result is asked for: what ended a request in N is then seen one step late."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+from .arrivals import requests_of
 from .errors import EngineDead, PluginError
-from .executor import Executor
+from .executor import Done, Executor, Pending
 from .kv import KVCache
 from .log import get_logger
 from .messages import Add, EngineStats, RequestTimes, TokenOutput
@@ -19,7 +23,6 @@ from .registry import Plugins
 from .types import Mode, Reject, Request, Status
 
 log = get_logger(__name__)
-_MASK64 = 2**64 - 1
 
 
 class Engine:
@@ -38,6 +41,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.planner = Planner(plugins, kv, limits, seed, self.clock.ns)
         self.requests: dict[str, Request] = {}
+        self._flying: deque[tuple[Plan, Pending, Timings]] = deque()
         self._blocks = kv.usage().total
         self._seed = seed
         self._accepted = 0
@@ -59,7 +63,8 @@ class Engine:
         if not prompt or limit > self.max_model_len or limit <= len(prompt):
             reason = f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} do not fit 1 to "
             return [_refusal(message.id, f"{reason}{self.max_model_len} tokens", 400)]
-        requests = [self._request(message, id, k, limit) for k, id in enumerate(message.ids)]
+        requests = list(requests_of(message, self._accepted + 1, limit, self.clock.ns(), self._seed))
+        self._accepted += len(requests)
         # The last token is never read again, so its key and value need no place. Without max_tokens a request that
         # outgrows the pool ends with "length".
         needed = self.kv.peak(requests[0], len(prompt) if params.max_tokens is None else limit - 1)
@@ -83,27 +88,6 @@ class Engine:
         self.planner.add(requests[0])
         return []
 
-    def _request(self, message: Add, id: str, k: int, limit: int) -> Request:
-        """The k-th request of a message."""
-        self._accepted += 1
-        seed = message.params.seed
-        return Request(
-            id,
-            message.prompt,
-            message.params,
-            arrival=(message.arrival or self.clock.ns()) / 1e9,
-            order=self._accepted,
-            priority=message.priority,
-            tenant=message.tenant,
-            adapter=message.adapter,
-            cache_salt=message.cache_salt,
-            parent=message.id if k else None,
-            extra=message.extra,
-            trace=message.trace,
-            seed=_mix(self._seed, self._accepted) if seed is None else _mix(seed, k) if k else seed & _MASK64,
-            limit=limit,
-        )
-
     def _accept(self, request: Request) -> Reject | None:
         try:
             refused: Reject | None = self.plugins.hook.accept(request=request, view=self.planner.view)
@@ -122,7 +106,8 @@ class Engine:
 
     def abort(self, ids: Iterable[str], reason: str = "abort") -> list[TokenOutput]:
         """End requests now and free what they hold. Unknown ids are ignored: they ended by themselves."""
-        outputs = []
+        ids = [id for id in ids if id in self.requests]
+        outputs = self._land() if ids else []
         for id in ids:
             request = self.requests.get(id)
             if request is not None:
@@ -131,35 +116,61 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests or self._flying)
+
+    @property
+    def in_flight(self) -> list[Plan]:
+        return [plan for plan, *_ in self._flying]
 
     # One step
 
     def step(self) -> list[TokenOutput]:
-        """Plan, run and commit one step. Empty if nothing could run; ask again within 10 ms while there is work.
+        """Plan a step and submit it; commit all in flight but what the executor takes beside another. Empty if nothing
+        could run; ask again within 10 ms while there is work. Raises `EngineDead` if the executor is gone,
+        `PluginError` if a policy failed too often."""
+        outputs = self._land() if self.planner.preemption.postponed else []
+        if not self._submit(outputs) and self._flying:  # what is in flight decides how it goes on
+            outputs += self._land()
+            self._submit(outputs)
+        return outputs + self._land(self.executor.max_in_flight - 1)
 
-        Raises `EngineDead` if the executor is gone, `PluginError` if a policy failed too often.
-        """
+    def _submit(self, outputs: list[TokenOutput]) -> bool:
+        """False if there is nothing to do in a step. Adds to `outputs`."""
         timings = Timings(self.clock.ns())
         plan = self.planner.plan(timings.start / 1e9)
-        outputs: list[TokenOutput] = []
         if self.planner.starved is not None:
             log.warning("request ended: the KV pool has no block left for it", request_id=self.planner.starved.id)
             outputs.append(self._finish(self.planner.starved, "length"))
         if plan is None:
-            return outputs
+            return False
         self.steps += 1
+        timings.stages = self.planner.stages
         try:
-            result = self.executor.submit(plan).result()
+            pending = self.executor.submit(plan)
         except EngineDead:
             raise
-        except Exception as exc:  # noqa: BLE001 - whatever a model or kernel raises: the step's requests are retried
-            return outputs + self._failed(plan, exc)
-        committing = self.clock.ns()
-        outputs += self._commit(plan, result, committing)
-        timings.end = self.clock.ns()
-        timings.stages = [*self.planner.stages, *result.stages, ("commit", committing, timings.end)]
-        self._notify("step_done", plan=plan, result=result, timings=timings)
+        except Exception as exc:  # noqa: BLE001 - it should not; as if `result` did
+            pending = Done(exc)
+        self._flying.append((plan, pending, timings))
+        return True
+
+    def _land(self, most: int = 0) -> list[TokenOutput]:
+        """Wait for plans in flight and commit them, until `most` are left."""
+        outputs: list[TokenOutput] = []
+        while len(self._flying) > most:
+            plan, pending, timings = self._flying.popleft()
+            try:
+                result = pending.result()
+            except EngineDead:
+                raise
+            except Exception as exc:  # noqa: BLE001 - whatever a model or kernel raises: the step's requests are retried
+                outputs += self._failed(plan, exc)
+                continue
+            committing = self.clock.ns()
+            outputs += self._commit(plan, result, committing)
+            timings.end = self.clock.ns()
+            timings.stages = [*timings.stages, *result.stages, ("commit", committing, timings.end)]
+            self._notify("step_done", plan=plan, result=result, timings=timings)
         return outputs
 
     def _commit(self, plan: Plan, result: StepResult, now: int) -> list[TokenOutput]:
@@ -168,17 +179,14 @@ class Engine:
         for request, index, tokens in self.planner.commit(plan, result):
             self._generated += len(tokens)
             output = TokenOutput(request.id, index, list(tokens))
-            if index == 0:
+            if index == 0 and tokens:
                 request.first_token_at, output.cached_tokens = now / 1e9, request.cached_tokens
             if logprobs:
                 found = logprobs.get(request.id)
                 output.logprobs = list(found[: len(tokens)]) if found else None
             if request.finish_reason is not None:
-                self._finish(request, request.finish_reason, output)
+                self._finish(request, request.finish_reason, output, result.errors.get(request.id))
             outputs.append(output)
-        for id, message in result.errors.items():
-            if id in self.requests:
-                outputs.append(self._finish(self.requests[id], "error", error=message))
         self.kv.copied(result.copied)
         return outputs
 
@@ -189,7 +197,15 @@ class Engine:
             message = str(exc)
             report_fault(self.planner.policy.faults, exc.plugin, message, exc)
         log.error("step failed; its requests are computed again", step=plan.step, error=message, exc_info=exc)
-        ended = self.planner.fail(plan)
+        later = [self._flying.popleft() for _ in range(len(self._flying))]
+        for behind, pending, _ in later:
+            try:
+                pending.result()
+            except EngineDead:
+                raise
+            except Exception as exc:  # noqa: BLE001 - it built on what never was
+                log.debug("the step behind a failed one failed, too", step=behind.step, error=repr(exc))
+        ended = self.planner.fail(plan, *(behind for behind, *_ in later))
         return [self._finish(r, "error", error=f"the step failed three times: {message}") for r in ended]
 
     def _finish(
@@ -268,6 +284,9 @@ class Engine:
     def close(self) -> None:
         """Abort what is left, tell plugins, stop the executor."""
         self._closing = True
+        with suppress(EngineDead):
+            self._land()
+        self._flying.clear()  # of a dead engine
         self.abort(list(self.requests))
         self._notify("stopping", engine=self)
         self.executor.stop()
@@ -279,11 +298,3 @@ def _refusal(id: str, reason: str, status: int, retry_after: float | None = None
 
 def _ns(seconds: float | None) -> int:
     return round((seconds or 0.0) * 1e9)
-
-
-def _mix(seed: int, n: int) -> int:
-    """A 64-bit seed for the n-th request (finaliser of splitmix64, Steele et al. 2014)."""
-    z = (seed * 0xD1342543DE82EF95 + n * 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK64
-    return z ^ z >> 31

@@ -51,6 +51,29 @@ class Done:
         return self._result
 
 
+class Later:
+    """A plan that was handed to the device: `finish` waits for it and makes the result. ready: whether it would have to
+    wait."""
+
+    def __init__(self, finish: Callable[[], StepResult], ready: Callable[[], bool]) -> None:
+        self._finish, self._ready = finish, ready
+        self._done: Done | None = None
+
+    def done(self) -> bool:
+        return self._done is not None or self._ready()
+
+    def wait(self) -> Done:
+        if self._done is None:
+            try:
+                self._done = Done(self._finish())
+            except Exception as error:  # noqa: BLE001 - raised by `result`, whenever it is asked for
+                self._done = Done(error)
+        return self._done
+
+    def result(self) -> StepResult:
+        return self.wait().result()
+
+
 class Executor(ABC):
     """Runs plans in the order in which they are submitted."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import accumulate
 
 from msgspec.structs import replace
@@ -13,6 +13,8 @@ from .log import get_logger
 from .plan import Plan, Slice, StepResult
 
 log = get_logger(__name__)
+Launched = tuple[Callable[[], StepResult], Callable[[], bool]]
+"""What waits for a step's result, and whether that would have to wait."""
 PATIENCE = 200
 """Steps computed in parts without a failure, after which larger parts are tried: who had the memory may be gone."""
 
@@ -31,31 +33,42 @@ class Halving:
         self.most: int | None = None
         self._fitted = 0  # steps in parts since a failure
 
-    def run(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
-        """compute: the slices of a plan; whatever else is in the one given here has been done."""
-        most, largest, failure = self.most, 0, ""
-        parts, results, errors = [plan], list[StepResult](), dict[str, str]()
+    def run(self, plan: Plan, launch: Callable[[Plan], Launched]) -> tuple[*Launched, Collection[str]]:
+        """launch: hands the slices of a plan to the device; whatever else is in the one given here has been done. What
+        it returned, and who failed. A plan in parts is waited for, part by part."""
+        failure = ""
+        if self.most is None or plan.tokens <= self.most:
+            try:
+                return *launch(plan), ()
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                failure = _text(error)
+            self._release()  # not in the handler: the error holds on to the step's tensors
+        result, errors = self._in_parts(plan, launch, failure)
+        return lambda: result, lambda: True, errors
+
+    def _in_parts(
+        self, plan: Plan, launch: Callable[[Plan], Launched], failure: str
+    ) -> tuple[StepResult, dict[str, str]]:
+        """failure: why the whole plan failed; empty: it was not tried."""
+        most, largest = self.most, 0
+        results, errors = list[StepResult](), dict[str, str]()
+        parts = self._halve(plan, errors)
         while parts:
             part = parts.pop()
-            halves = () if most is None or part.tokens <= most else halved(part)
-            if not halves:
+            if most is None or part.tokens <= most or part.tokens == 1:
                 try:
-                    results.append(compute(part))
+                    results.append(launch(part)[0]())
                     largest = max(largest, part.tokens)
                     continue
                 except Exception as error:
                     if not out_of_memory(error):
                         raise
-                    failure = brief(f"{type(error).__name__}: {error}", 300)
-                self._release()  # not in the handler: the error holds on to the step's tensors
-                halves = halved(part)
-            parts += reversed(halves)
-            if not halves:
-                id = part.slices[0].request_id
-                errors[id] = "out of memory: not even one token of this request can be computed"
-                parts = [
-                    one for one in parts if one.slices[0].request_id != id or len(one.slices) > 1
-                ]  # its later ones
+                    failure = _text(error)
+                self._release()
+            parts += self._halve(part, errors)
+            parts = [one for one in parts if one.slices[0].request_id not in errors]  # no later tokens of who failed
         if failure:
             self.most, self._fitted = largest or most, 0
             log.warning(
@@ -69,11 +82,23 @@ class Halving:
                 failed=list(errors),
                 error=failure,
             )
-        elif len(results) > 1:
+        else:
             self._fitted += 1
             if self._fitted == PATIENCE and most is not None:
                 self.most, self._fitted = 2 * most, 0
-        return results[0] if len(results) == 1 and not errors else _merged(plan.step, results, errors)
+        return _merged(plan.step, results, errors), errors
+
+    @staticmethod
+    def _halve(plan: Plan, errors: dict[str, str]) -> list[Plan]:
+        """Its halves, the first one last; or it is one token's, whose request has failed."""
+        halves = halved(plan)
+        if not halves:
+            errors[plan.slices[0].request_id] = "out of memory: not even one token of this request can be computed"
+        return list(reversed(halves))
+
+
+def _text(error: Exception) -> str:
+    return brief(f"{type(error).__name__}: {error}", 300)
 
 
 def halved(plan: Plan) -> tuple[Plan, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
+from .forking import decides, fork
 from .kv import KVCache, Reservation
 from .plan import Plan, Preempted, RequestData, Slice, StepResult
 from .policy import Policy, Ranking, default_order
@@ -43,7 +44,7 @@ class Planner:
         self._step = self._stalled = 0
         self._granted: list[tuple[Request, Slice]] = []
         self._fallen = self.preemption.fallen
-        self._submitted: dict[int, tuple[list[tuple[Request, Slice]], dict[Request, Mode]]] = {}  # both, by step
+        self._submitted: dict[int, tuple[list[tuple[Request, Slice]], dict[Request, Mode]]] = {}  # by step, in flight
         self._wide: list[Request] = []  # took seats for children, too
         self._unsent: set[Request] = set()  # forked off since the last plan: the executor does not know them
         self._suspects: list[Request] = []  # were in two failing steps: each runs alone until it has shown which it was
@@ -75,18 +76,24 @@ class Planner:
             self._unsent.discard(request)
         if request.admitted_at is not None:
             self._dropped.append(request.id)
-        self.kv.release(request)
         request.status = Status.FINISHED
+        request.num_tokens = len(request.prompt) + len(request.output)
+        if any(r is request for granted, _ in self._submitted.values() for r, _ in granted):
+            request.computed = min(request.computed, request.num_tokens - 1)
+        else:  # else a step in flight writes to its blocks
+            self.kv.release(request)
 
     # Planning
 
     def plan(self, now: float) -> Plan | None:
-        """Decide the next step; None if there is nothing to do in it. `now` is in seconds."""
-        view = self.view
+        """Decide the next step; None if there is nothing to do in it. `now` is in seconds.
+
+        With steps in flight, requests count as if those were over, and nobody falls: see `Preemption.postponed`."""
+        view, flying = self.view, bool(self._submitted)
+        self.preemption.begin(flying)
         self._step += 1
         view.begin(self._step, now)
         self._granted, self.starved = [], None
-        self._fallen.clear()
         if self._wide:
             self._wide = [r for r in self._wide if r.children and r.status is Status.RUNNING]
         if not view.running and not view.queued:
@@ -107,8 +114,8 @@ class Planner:
         new = self._walk(ranking)
         self.stages[:0] = [("admission", start, ranked), ("kv_allocation", ranked, self._ns())]
         self.policy.step_over()
-        self._stalled = 0 if self._granted or self.starved else self._stalled + 1
-        if suspects and not self._granted:  # it found no room: let the scheduler go on
+        self._stalled = 0 if self._granted or self.starved or flying else self._stalled + 1
+        if suspects and not (self._granted or flying):  # it found no room: let the scheduler go on
             self._suspects = suspects[1:]
         preempted = tuple(Preempted(r.id, mode) for r, mode in self._fallen.items() if r not in self._unsent)
         for request in self._fallen:
@@ -122,7 +129,7 @@ class Planner:
         return Plan(self._step, tuple(new), tuple(s for _, s in self._granted), copies, preempted, finished)
 
     def _walk(self, ranking: Ranking) -> list[RequestData]:
-        view, kv, granted = self.view, self.kv, self._granted
+        view, kv, granted, flying = self.view, self.kv, self._granted, bool(self._submitted)
         left, closed = self.limits.tokens, False
         started: list[Request] = []
         new: list[RequestData] = []
@@ -132,6 +139,8 @@ class Planner:
             if tokens == 0 or request in self._fallen:
                 continue
             if request.status is Status.RUNNING:
+                if flying and decides(request):
+                    continue
                 known = request.num_tokens + request.drafts - request.computed
                 count = known if known <= left else left
                 if tokens is not None and tokens < count:
@@ -157,7 +166,7 @@ class Planner:
                 admitted = self._admit(ranking, request, started)
                 closed = admitted is None or bool(self._fallen)
                 if admitted is None:
-                    if not self._others(started) and kv.missing(request, request.num_tokens):
+                    if not flying and not self._others(started) and kv.missing(request, request.num_tokens):
                         self.starved = request  # the whole pool is not enough for it
                     continue
                 if admitted.start > request.computed:  # else new, or swapped in
@@ -173,8 +182,11 @@ class Planner:
                     self._wide.append(request)
                 new.append(RequestData.of(request))
             left -= count
-            end = request.computed + count
-            granted.append((request, Slice(request.id, request.computed, count, deltas, end >= request.num_tokens)))
+            start = request.computed
+            request.computed = start + count
+            samples = request.computed >= request.num_tokens
+            request.num_tokens += samples
+            granted.append((request, Slice(request.id, start, count, deltas, samples)))
         for request in started:
             view.queued.remove(request)
             request.status = Status.RUNNING
@@ -182,7 +194,7 @@ class Planner:
         for request in self._fallen:
             request.status = Status.PREEMPTED
             view.running.remove(request)
-        if view.running and not granted and not self._fallen:
+        if view.running and not (granted or self._fallen or flying):
             first, *rest = sorted(view.running, key=lambda r: (r.level, r.arrival, r.order))
             if kv.missing(first, first.computed + 1, 0, rest):  # not even without the others, who may share its blocks
                 self.starved = first
@@ -222,16 +234,18 @@ class Planner:
     # After the step
 
     def commit(self, plan: Plan, result: StepResult) -> list[tuple[Request, int, tuple[int, ...]]]:
-        """Apply a result: (request, index of the first new token, new tokens) for all that got any.
+        """Apply a result: (request, index of the first new token, new tokens) for all that got any or failed.
 
-        Sets `finish_reason` of requests that are complete; the caller removes them, and those in `result.errors`.
+        Sets `finish_reason` of requests that are complete or in `result.errors`; the caller removes them.
         """
-        publish, tokens_of = self.kv.publish, result.tokens
+        publish, tokens_of, errors = self.kv.publish, result.tokens, result.errors
         produced: list[tuple[Request, int, tuple[int, ...]]] = []
         for request, part in self._submitted.pop(plan.step)[0]:
-            if request.status is Status.FINISHED or part.request_id in result.errors:  # aborted, or not computed
+            if request.status is Status.FINISHED:  # while this step was in flight
+                self.kv.release(request)
                 continue
-            request.computed = end = (start := part.start) + part.tokens
+            end = (start := part.start) + part.tokens
+            request.num_tokens -= part.samples  # `append` counts what came of it
             if start < len(request.prompt):
                 self.prompt_tokens += min(end, len(request.prompt)) - start
             if start < request.reached:
@@ -240,61 +254,47 @@ class Planner:
                 request.reached = end
             tokens = tokens_of.get(part.request_id)
             if tokens and request.children:
-                self._fork(request)
+                others = sum(len(r.children) for r in self._wide if r is not request and r.status is Status.RUNNING)
+                self._unsent.update(fork(request, self.view, self.kv, self.limits.seats - others))
+            planned, request.computed = request.computed, start if part.request_id in errors else end  # so far
             publish(request)
+            request.computed = planned
+            index = len(request.output)
             if tokens:
-                index = len(request.output)
                 for token in tokens:
                     if request.append(token):
                         tokens = tokens[: len(request.output) - index]
                         break
                 produced.append((request, index, tokens))
                 request.failures = 0  # not before: who fails in a later chunk computes the first ones again and again
+            elif errors and part.request_id in errors:
+                request.finish_reason = "error"
+                produced.append((request, index, ()))
         return produced
 
-    def _fork(self, parent: Request) -> None:
-        """The prompt is computed: the children share it. Each computes its last token again, for logits of its own.
-
-        Before `publish`, which may give up what only they need. Who has no seat, or may not share, waits to start by
-        itself, before new requests.
-        """
-        others = sum(len(r.children) for r in self._wide if r is not parent and r.status is Status.RUNNING)
-        for child in parent.children:
-            self.view.hidden -= 1
-            child.admitted_at = parent.admitted_at
-            child.reached = child.computed = child.num_tokens - 1
-            seated = len(self.view.running) + others < self.limits.seats
-            if seated and child.computed and self.kv.fork(parent, child):
-                child.status = Status.RUNNING
-                self.view.running.append(child)
-                self._unsent.add(child)
-            else:
-                child.reached = child.computed = 0
-                child.status = Status.PREEMPTED
-                self.view.queued.add(child)
-        parent.children = []
-
-    def fail(self, plan: Plan) -> list[Request]:
-        """The step raised: release everything running and whatever the plan swapped out, to be computed again.
+    def fail(self, plan: Plan, *later: Plan) -> list[Request]:
+        """The step raised: release everything running and whatever the plan swapped out, to be computed again. `later`
+        are all plans submitted behind it: their results, which built on its, are of no use.
 
         Older swaps and published blocks survive. Who was in two failing steps runs alone next, to take nobody along.
         Returns those whose third failure, alone, this is: the caller ends them.
         """
         granted, fallen = self._submitted.pop(plan.step)
         touched = [r for r, _ in granted]
+        behind = [r for p in later for r, _ in self._submitted.pop(p.step)[0]]
         swapped = [r for r, mode in fallen.items() if mode is Mode.SWAP]
-        for request in [*self.view.running, *swapped]:
+        for request in dict.fromkeys((*self.view.running, *swapped, *touched, *behind)):
             if request.status is Status.RUNNING:
                 self.view.running.remove(request)
                 request.status = Status.PREEMPTED
                 self.view.queued.add(request)
                 self._dropped.append(request.id)
             self.kv.release(request)
-            request.computed = 0
-            request.drafts = 0
+            request.computed = request.drafts = 0
+            request.num_tokens = len(request.prompt) + len(request.output)
         self._unsent.clear()
-        self._dropped[:0] = plan.finished  # the executor may not have come to them
+        self._dropped[:0] = [id for p in (plan, *later) for id in p.finished]  # the executor may not have come to them
         for request in touched:
             request.failures += request.failures < 2 or len(touched) == 1  # only who fails alone is at fault
         self._suspects = [r for r in dict.fromkeys((*self._suspects, *touched)) if r.failures == 2]
-        return [r for r in touched if r.failures >= 3]
+        return [r for r in touched if r.failures >= 3 and r.status is not Status.FINISHED]

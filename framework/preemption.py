@@ -50,7 +50,14 @@ class Preemption:
         self.fallen: dict[Request, Mode] = {}
         self.counts = {Mode.SWAP: 0, Mode.RECOMPUTE: 0}
         self.exhausted = 0  # victims that would have been swapped out, had there been room
+        self.postponed = False  # somebody would have been asked for victims, but for a step in flight
+        self._frozen = False
         self._kv, self._view, self._policy, self._limits, self._ns = kv, view, policy, limits, ns
+
+    def begin(self, frozen: bool) -> None:
+        """A new step. frozen: a step in flight writes to blocks of those who run, so that nobody can fall."""
+        self.fallen.clear()
+        self.postponed, self._frozen = False, frozen
 
     def make_room(
         self, ranking: Ranking, beneficiary: Request, upto: int, taken: set[Request], others: Sequence[Request]
@@ -81,6 +88,9 @@ class Preemption:
             return Shortage(self._kv.missing(beneficiary, upto, keep, without), 0 if alone else max(0, seats))
 
         if not candidates or any(short(candidates)):
+            return None
+        if self._frozen:
+            self.postponed = True
             return None
         start = self._ns()
         victims: list[Victim] = []

@@ -162,6 +162,11 @@ class Settings(BaseSettings):
         "decode: steps in which all requests decode are captured at the start, and replayed; auto: where device and "
         "kernel backend have graphs.",
     )
+    overlap: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "Execution",
+        "on: plan a step and build its inputs while the device runs the one before; auto: off.",
+    )
     threads: Annotated[int | None, Field(ge=1, le=1024)] = setting(
         None,
         "Execution",

@@ -213,8 +213,8 @@ class Request:
         self.trace = trace  # W3C traceparent of the request's span
         self.state: dict[str, Any] = {}
         self.status = Status.WAITING
-        self.num_tokens = len(prompt)  # prompt and output
-        self.computed = 0  # leading tokens whose keys and values are in the cache
+        self.num_tokens = len(prompt)  # prompt and output; with a step in flight, and what it will bring
+        self.computed = 0  # leading tokens whose keys and values are in the cache, or will be after the steps in flight
         self.reached = 0  # the most tokens that ever were: what is computed below it is computed again
         self.cached_tokens = 0  # of the prompt, found in the cache when the request first started
         self.children: list[Request] = []  # for n > 1: hidden, until they fork off when this one's prompt is computed
@@ -251,7 +251,7 @@ class Request:
         if token in self._ends and len(self.output) > self.params.min_tokens:
             self.finish_reason = "stop"
             self.stop_reason = token if token in self.params.stop_token_ids else None
-        elif self.num_tokens >= self._limit:
+        elif len(self.prompt) + len(self.output) >= self._limit:
             self.finish_reason = "length"
         return self.finish_reason is not None
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ from .batch import RowBatch, Rows, Step
 from .defaults import model_class
 from .device import Device, make_device, out_of_memory, resolve_device, resolve_dtype
 from .errors import ConfigError, ModelError, PluginError, one_line
-from .executor import Done, Executor, Pending
+from .executor import Done, Executor, Later, Pending
 from .graphs import Graphs, Inputs, graph_memory, ladder
-from .halving import Halving
+from .halving import Halving, Launched
 from .kernels import Batch, GraphLimits, KernelBackend, Meta, Quantized
 from .kv import Capacity
 from .model import Checkpoint, Model
@@ -28,6 +28,17 @@ from .plan import Copy, Logprobs, Plan, StepResult
 from .registry import Plugins
 from .settings import DEFAULT_DEVICE_MEMORY, DEFAULT_KV_MEMORY, Settings
 from .sizing import Memory, largest_step, pool_blocks, swap_blocks
+
+
+class Drawn(NamedTuple):
+    """What a step sampled, on the device. tokens: int64 [R]; best: float32 [R], the largest logit that each could have
+    had; unmodified: float32 [len(asked), vocab], log-probabilities of the rows that asked for them."""
+
+    tokens: torch.Tensor
+    best: torch.Tensor
+    asked: list[int]
+    unmodified: torch.Tensor | None
+
 
 MEASURE_SECONDS = 0.05
 MEASURE_TOKENS = 128
@@ -40,6 +51,8 @@ MEASURE_BLOCKS = 64
 class TorchExecutor(Executor):
     """Runs each plan during `submit`: copies, one ragged forward pass, logits hooks, `sample`.
 
+    With two plans in flight, what one has sampled stays on the device, where the next one's inputs take it from.
+
     After `start`: `spec`, `backend`, `model`, `cache_spec`, `dtype_name`, `device_name`, `threads`, `backend_name`.
     A step that raises leaves everything known of the requests in place; whoever ran is expected again in `Plan.new`.
     """
@@ -51,6 +64,7 @@ class TorchExecutor(Executor):
         self.settings = settings
         self.plugins = plugins
         self.checkpoint = checkpoint
+        self.max_in_flight = 2 if settings.overlap == "on" else 1
         self.model: Model | None = None
         self.device: Device = make_device(torch.device("cpu"))
         self._pools: list[list[Any]] = []
@@ -147,7 +161,7 @@ class TorchExecutor(Executor):
         self._use_pools(2)
         self._rows.update(plan)
         try:
-            taken = device.peak(lambda: self._step(plan, self.clock.ns()))
+            taken = device.peak(lambda: self._step(plan, self.clock.ns())[0]())
             if sizes:
                 with self._eager_on_failure(sizes):
                     taken += graph_memory(device, self._new_graphs(1, sizes), sizes)
@@ -261,48 +275,78 @@ class TorchExecutor(Executor):
 
     def submit(self, plan: Plan) -> Pending:
         try:
-            return Done(self._run(plan))
+            finish, ready = self._launch(plan)
         except Exception as error:  # noqa: BLE001 - raised again by `result`: the engine decides who is retried
             return Done(error)
+        later = Later(finish, ready)
+        if self.max_in_flight == 1:  # nothing else to do meanwhile
+            later.wait()
+        return later
 
     @torch.inference_mode()
-    def _run(self, plan: Plan) -> StepResult:
-        begin = self.clock.ns()
-        self._rows.update(plan)
+    def _launch(self, plan: Plan) -> Launched:
+        """Hand a step to the device. Returns what waits for it, and whether that would have to wait."""
+        ns = self.clock.ns
+        begin, rows = ns(), self._rows
+        rows.update(plan)
         self._copy(plan.copies)
-        if plan.slices:
-            result = self._halving.run(plan, lambda part: self._step(part, begin if part is plan else self.clock.ns()))
-        else:
-            result = StepResult(plan.step, stages=(("batch_build", begin, self.clock.ns()),))
         copied = tuple(copy.ticket for copy in plan.copies if copy.ticket)
-        return replace(result, copied=copied) if copied else result
+        if not plan.slices:
+            result = StepResult(plan.step, copied=copied, stages=(("batch_build", begin, ns()),))
+            return lambda: result, lambda: True
 
-    def _step(self, plan: Plan, begin: int) -> StepResult:
-        """Compute the slices, all at once. begin: when the step began, nanoseconds."""
+        def launch(part: Plan) -> Launched:
+            if part is not plan and rows.unknown is not None:  # what the device alone knows, one step could take
+                rows.learn(rows.unknown)
+            return self._step(part, begin if part is plan else ns())
+
+        finish, ready, failed = self._halving.run(plan, launch)
+        for part in plan.slices:
+            if part.samples and part.request_id in failed:  # a plan in flight behind this one counts on a token
+                rows.append(np.array([rows.index[part.request_id]]), np.zeros(1, np.int64))
+        return (lambda: replace(finish(), copied=copied)) if copied else finish, ready
+
+    def _step(self, plan: Plan, begin: int) -> Launched:
+        """Hand the slices to the device, all at once. begin: when the step began, nanoseconds."""
         ns, rows = self.clock.ns, self._rows
         step = rows.build(plan)
         inputs = self._inputs = self._advance(step) or self._in_graph(step) or self._prepare(step.batch)
+        self._feed(step, inputs[0])
         built = ns()
         logits = self._forward(inputs)
         forwarded = ns()  # on a GPU only launched: the wait for it shows under sampling
-        tokens: dict[str, tuple[int, ...]] = {}
-        logprobs: dict[str, tuple[Logprobs, ...]] = {}
-        errors: dict[str, str] = {}
-        if step.sampled is not None:
-            ids = step.sampled.ids
-            chosen, bad, details = self._sample(logits, step.sampled)
-            rows.commit(step, chosen, bad)
+        stages = (("batch_build", begin, built), ("forward", built, forwarded))
+        if step.sampled is None:
+            result = StepResult(plan.step, stages=(*stages, ("sampling", forwarded, ns())))
+            return lambda: result, lambda: True
+        drawn = self._sample(logits, step.sampled)
+        fetched = self.device.fetch([drawn.tokens, drawn.best])
+        vocab = logits.shape[1]
+        sampling = rows.sampled(step, drawn.tokens, lambda: self._checked(fetched.wait()[0], vocab))
+        ids, params = step.sampled.ids, step.sampled.params
+
+        def finish() -> StepResult:
+            chosen = rows.learn(sampling)
             tokens = dict(zip(ids, zip(chosen, strict=True), strict=True))
-            for at in bad:
+            errors: dict[str, str] = {}
+            for at in not_finite(fetched.wait()[1]):
                 del tokens[ids[at]]
                 errors[ids[at]] = "the model's logits are not finite (NaN, or nothing left to choose from)"
-            logprobs = {ids[at]: (found,) for at, found in details.items() if ids[at] in tokens}
-        stages = (
-            ("batch_build", begin, built),
-            ("forward", built, forwarded),
-            ("sampling", forwarded, ns()),
-        )
-        return StepResult(plan.step, tokens, logprobs, errors=errors, stages=stages)
+            logprobs: dict[str, tuple[Logprobs, ...]] = {}
+            if drawn.unmodified is not None:
+                counts = [params[row].logprobs or 0 for row in drawn.asked]
+                found = log_probabilities(drawn.unmodified, drawn.tokens[drawn.asked], counts)
+                logprobs = {ids[at]: (one,) for at, one in zip(drawn.asked, found, strict=True) if ids[at] in tokens}
+            times = (*stages, ("sampling", forwarded, ns()))
+            return StepResult(plan.step, tokens=tokens, logprobs=logprobs, errors=errors, stages=times)
+
+        return torch.inference_mode()(finish), fetched.ready
+
+    def _feed(self, step: Step, tokens: torch.Tensor) -> None:
+        """Fill in the tokens that only the device knows so far."""
+        if step.fed is not None and self._rows.unknown is not None:
+            [(at, source)] = self.device.send([step.fed])
+            tokens[at] = self._rows.unknown.tokens[source].clamp(0, self.spec.vocab_size - 1)
 
     def _release(self) -> None:
         self._inputs = None
@@ -362,34 +406,39 @@ class TorchExecutor(Executor):
         tokens, positions, meta = inputs
         return self.model.forward(tokens, positions, self._caches, meta)
 
-    def _sample(self, logits: torch.Tensor, batch: RowBatch) -> tuple[list[int], list[int], dict[int, Logprobs]]:
-        """(tokens, rows whose logits are not finite, log-probabilities of the rows that asked)."""
-        asked = batch.asked
+    def _sample(self, logits: torch.Tensor, batch: RowBatch) -> Drawn:
         logits = logits.float()
-        unmodified = torch.log_softmax(logits[asked], -1) if asked else None
+        unmodified = torch.log_softmax(logits[batch.asked], -1) if batch.asked else None
         self.plugins.call("process_logits", logits=logits, batch=batch)
         batch.likeliest, best = self.backend.argmax(logits)  # NaN if any is, infinite if all are masked
-        values, bad = best.tolist(), []
-        if not math.isfinite(sum(values)):  # in float64, where finite ones stay so
-            bad = [row for row, value in enumerate(values) if not math.isfinite(value)]
-            logits[bad] = 0.0  # keep samplers out of it
+        if self.device.asynchronous:  # keep samplers out of what is not finite
+            logits.masked_fill_(~best.isfinite()[:, None], 0.0)
+        elif bad := not_finite(best):
+            logits[bad] = 0.0
         sampled = self.plugins.call("sample", logits=logits, batch=batch)
         tokens = getattr(sampled, "tokens", None)
-        rows, vocab = logits.shape
+        rows = len(logits)
         if not isinstance(tokens, torch.Tensor) or tokens.shape != (rows,) or tokens.dtype != torch.int64:
             raise self._fault("sample", f"answered {sampled!r}, not Sampled(int64 [{rows}])")
+        return Drawn(tokens, best, batch.asked, unmodified)
+
+    def _checked(self, tokens: torch.Tensor, vocab: int) -> list[int]:
         chosen: list[int] = tokens.tolist()
         if min(chosen) < 0 or max(chosen) >= vocab:
             raise self._fault("sample", f"chose a token outside 0..{vocab - 1}")
-        details: dict[int, Logprobs] = {}
-        if unmodified is not None:
-            counts = [batch.params[row].logprobs or 0 for row in asked]
-            details = dict(zip(asked, log_probabilities(unmodified, tokens[asked], counts), strict=True))
-        return chosen, bad, details
+        return chosen
 
     def _fault(self, hook: str, what: str) -> PluginError:
         name = self.settings.sampler
         return PluginError(f"plugin {name!r}: {hook}: {what}", name)
+
+
+def not_finite(best: torch.Tensor) -> list[int]:
+    """Rows whose largest logit [rows] is NaN or infinite."""
+    values = best.tolist()
+    if math.isfinite(sum(values)):  # in float64, where finite ones stay so
+        return []
+    return [row for row, value in enumerate(values) if not math.isfinite(value)]
 
 
 def log_probabilities(logprobs: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list[Logprobs]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework import device as devices
-from framework.device import Device, Graph, pack, unpack
+from framework.device import Device, Fetched, Graph, pack, unpack
 
 CPU = torch.device("cpu")
 GARBAGE = 0xA5
@@ -82,8 +82,7 @@ class FakeDevice(Device):
     """`total`: bytes of memory; `used`: those taken; a step takes `step` bytes, a graph `graph` (the first, the
     largest, `first` more)."""
 
-    dedicated = True
-    graphs = True
+    dedicated = graphs = asynchronous = True
 
     def __init__(self, total: int = 1 << 34, used: int = 0, step: int = 0, graph: int = 0, first: int = 0) -> None:
         super().__init__(CPU)
@@ -116,6 +115,9 @@ class FakeDevice(Device):
         self.copies += 1
         here = pack(arrays, lambda size: torch.full((size,), GARBAGE, dtype=torch.uint8))
         return unpack(here.clone(), arrays)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
+        return Fetched([x.clone() for x in tensors])
 
     def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
         why = self.refuse(len(self.captured))

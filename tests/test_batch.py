@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
@@ -13,11 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework import Delta, Plan, ReferenceBackend, RequestData, SamplingParams, Slice
-from framework.batch import RowBatch, Rows
+from framework.batch import RowBatch, Rows, Step
 from framework.plan import Preempted
 from framework.types import Mode
 
 BLOCK = 3
+
+
+def commit(rows: Rows, step: Step, tokens: Sequence[int]) -> None:
+    rows.learn(rows.sampled(step, None, lambda: list(tokens)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,7 +85,7 @@ def test_rows_keep_tokens_and_tables(data: st.DataObject) -> None:
             assert seen.prompt_tokens(id).tolist() == tokens[id][: prompt_len[id]]
             assert seen.output_tokens(id).tolist() == tokens[id][prompt_len[id] :]
         if ids:
-            rows.commit(built, range(len(ids)))
+            commit(rows, built, range(len(ids)))
         for s in slices:
             start[s.request_id] += s.tokens
         for token, id in enumerate(ids):
@@ -180,7 +185,7 @@ def test_a_decode_step_takes_over_the_arrays_of_the_one_before(seed: int) -> Non
                 start, blocks = dict.fromkeys(known, 0), {id: [[], []] for id in known}
                 continue
             for rows, built in ((fast, ours), (plain, theirs)):
-                rows.commit(built, tokens, bad)
+                commit(rows, built, tokens)
                 rows.update(Plan(step, finished=tuple(sampled[at] for at in bad)))
             for at, id in enumerate(sampled):
                 if at in bad:
@@ -204,7 +209,7 @@ def test_decode_steps_are_taken_over() -> None:
         deltas = (Delta(0, (1 + step) // BLOCK, (step,)),)
         built = rows.build(Plan(step, slices=tuple(Slice(id, 1 + step, 1, deltas, True) for id in "ab")))
         taken.append(built.advanced)
-        rows.commit(built, [3, 4])
+        commit(rows, built, [3, 4])
     assert not taken[0] and taken.count(False) < 8
 
 
@@ -213,7 +218,7 @@ def test_a_taken_over_step_is_checked() -> None:
     for wrong in (1, 3):
         rows = Rows(1, BLOCK)
         rows.update(Plan(0, new=(RequestData("a", [1, 2], 1, SamplingParams(), 0),)))
-        rows.commit(rows.build(Plan(0, slices=(Slice("a", 1, 1, (), True),))), [3])
+        commit(rows, rows.build(Plan(0, slices=(Slice("a", 1, 1, (), True),))), [3])
         with pytest.raises(RuntimeError, match="3 tokens known"):
             rows.build(Plan(1, slices=(Slice("a", wrong, 1, (), True),)))
         rows.build(Plan(2, slices=(Slice("a", 2, 1, (), True),)))

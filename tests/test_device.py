@@ -22,10 +22,11 @@ def test_the_layer_is_that_of_the_device_s_kind() -> None:
 def test_on_a_cpu_all_is_done_when_a_call_returns() -> None:
     device = make_device(torch.device("cpu"))
     x, y = torch.arange(3), torch.ones(2)
-    wait = device.fetch([x, y])
+    fetched = device.fetch([x, y])
+    assert fetched.ready() and not device.asynchronous
     device.synchronize()
     device.release_memory()
-    assert [found.tolist() for found in wait()] == [[0, 1, 2], [1, 1]]
+    assert [found.tolist() for found in fetched.wait()] == [[0, 1, 2], [1, 1]]
     assert device.name == machine.cpu_name() and 0 < device.free_memory() <= machine.free_memory() * 2
 
 

@@ -137,24 +137,26 @@ def test_alone(model: tuple[str, Path], folder: Path) -> None:
             assert_like([ref], llm)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "budget"), [("cpu", 8), ("cpu", 7), ("cpu", 40), ("cpu", 4096), ("torch", 7), ("torch", 4096)]
-)
-def test_ragged_batch(model: tuple[str, Path], folder: Path, kernel: str, budget: int) -> None:
+RAGGED = [("cpu", 8, "on"), ("cpu", 7, "off"), ("cpu", 40, "on"), ("cpu", 4096, "off"), ("torch", 7, "on")]
+
+
+@pytest.mark.parametrize(("kernel", "budget", "overlap"), [*RAGGED, ("torch", 4096, "off")])
+def test_ragged_batch(model: tuple[str, Path], folder: Path, kernel: str, budget: int, overlap: str) -> None:
     """32 requests that join at random steps. A small budget cuts prompts into chunks of every length up to it."""
     name, path = model
-    with _engine(path, kernel=kernel, max_num_batched_tokens=budget) as llm:
+    with _engine(path, kernel=kernel, max_num_batched_tokens=budget, overlap=overlap) as llm:
+        assert llm.engine.executor.max_in_flight == 1 + (overlap == "on")
         assert_like(_references(folder, name), llm, seed=budget)
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+@pytest.mark.parametrize(("kernel", "overlap"), [("cpu", "off"), ("cpu", "on"), ("torch", "off")])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_preempted(model: tuple[str, Path], folder: Path, preemption: str, kernel: str) -> None:
+def test_preempted(model: tuple[str, Path], folder: Path, preemption: str, kernel: str, overlap: str) -> None:
     """On a pool that holds few of them: blocks go to the host and come back elsewhere, or are computed again."""
     name, path = model
     blocks = 12 if name == "mistral-window" else 24  # what lies before the window is given back as they go
     flags = {"kv_blocks": blocks, "swap_space": "1.0", "preemption": preemption, "max_num_seqs": 16}
-    with _engine(path, kernel=kernel, **flags) as llm:
+    with _engine(path, kernel=kernel, overlap=overlap, **flags) as llm:
         assert_like(_references(folder, name), llm, seed=3)
         stats = llm.engine.stats()
     assert (stats.preemptions_swap if preemption == "swap" else stats.preemptions_recompute) >= 3

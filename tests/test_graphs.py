@@ -198,7 +198,8 @@ def test_padding_touches_the_spare_block_only(executor: TorchExecutor, device: F
         assert changed - {BLOCKS} == written
 
 
-def test_the_step_loop_with_graphs(tiny_llama: Path) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_the_step_loop_with_graphs(tiny_llama: Path, overlap: str) -> None:
     """Under preemption and with a prefix cache; afterwards the pool is empty, and no table named the spare block."""
     plans: list[Plan] = []
 
@@ -224,7 +225,7 @@ def test_the_step_loop_with_graphs(tiny_llama: Path) -> None:
             return found
 
     replays: list[int] = []
-    found = outputs(FakeDevice())
+    found = outputs(FakeDevice(), overlap=overlap)
     assert {block for plan in plans for s in plan.slices for delta in s.deltas for block in delta.blocks} <= {
         *range(24)
     }

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from framework import Delta, Plan, SampleBatch, SamplingParams, Slice, StepResult
 from framework.checkpoint import open_checkpoint
 from framework.engine import Engine
-from framework.halving import PATIENCE, Halving, halved
+from framework.halving import PATIENCE, Halving, Launched, halved
 from framework.messages import Add
 from framework.registry import load_plugins
 from framework.settings import Settings
@@ -128,11 +128,12 @@ def test_another_error_is_raised(driver: Driver, room: Room) -> None:
     assert room.failed == 1
 
 
+@pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize("alone", [True, False])
-def test_only_who_does_not_fit_alone_fails(tiny_llama: Path, room: Room, alone: bool) -> None:
+def test_only_who_does_not_fit_alone_fails(tiny_llama: Path, room: Room, alone: bool, overlap: str) -> None:
     """In the step loop: it ends with an error, the others with what they get without it; nothing is left behind, in
     the prefix cache neither: what was not computed is not shared."""
-    engine = start(tiny_llama, max_num_batched_tokens=24)
+    engine = start(tiny_llama, max_num_batched_tokens=24, overlap=overlap)
     expected = run(engine, {"a": prompt(12, 1), "b": prompt(30, 2)})
     bad, poisoned = prompt(21, 3), 99
     bad[10] = poisoned
@@ -170,6 +171,24 @@ def run(engine: Engine, prompts: dict[str, list[int]]) -> dict[str, list[int] | 
     return found
 
 
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_parts_of_a_step_whose_tokens_are_on_the_device(tiny_llama: Path, room: Room, most: int) -> None:
+    """With two plans in flight, too, each part gets what the step before sampled for it."""
+    prompts = {f"r{i}": prompt(9 + i, i) for i in range(4)}
+    expected = run(start(tiny_llama), prompts)
+    engine = start(tiny_llama, overlap="on")
+    room.tokens = most
+    assert run(engine, prompts) == expected and room.failed > 0
+    room.tokens = 10**9
+    assert run(engine, prompts) == expected
+    room.poison = expected["r1"][4]  # a decode fails whose next step is in flight
+    found = run(engine, prompts)
+    for id, tokens in expected.items():
+        assert isinstance(found[id], str) == (room.poison in tokens[:-1])
+        assert isinstance(found[id], str) or found[id] == tokens
+    assert isinstance(found["r1"], str) and engine.stats().failed_steps == 0
+
+
 # Halving by itself
 
 
@@ -189,13 +208,14 @@ class Memory:
         self.parts: list[Plan] = []
         self.failed = self.released = 0
 
-    def __call__(self, plan: Plan) -> StepResult:
+    def __call__(self, plan: Plan) -> Launched:
         if plan.tokens > self.most or any(s.request_id in self.poisoned for s in plan.slices):
             self.failed += 1
             raise torch.OutOfMemoryError
         assert self.failed == self.released, "memory of the failed part was not given back"
         self.parts.append(plan)
-        return StepResult(plan.step, {s.request_id: (s.start + s.tokens,) for s in plan.slices if s.samples})
+        result = StepResult(plan.step, {s.request_id: (s.start + s.tokens,) for s in plan.slices if s.samples})
+        return lambda: result, lambda: True
 
     def release(self) -> None:
         self.released += 1
@@ -208,7 +228,7 @@ PLANS = st.builds(make, st.lists(st.integers(1, 40), min_size=1, max_size=9), st
 def test_parts_make_up_the_whole(plan: Plan, most: int, poisoned: set[int]) -> None:
     """In order, each token once; who fails gets one error and nothing else, and all others what is theirs."""
     memory = Memory(most, tuple(f"r{i}" for i in poisoned))
-    result = Halving(memory.release).run(plan, memory)
+    result = Halving(memory.release).run(plan, memory)[0]()
     bad = {s.request_id for s in plan.slices} & set(memory.poisoned)
     assert set(result.errors) == bad and result.step == 3
     good = [s for s in plan.slices if s.request_id not in bad]
@@ -262,7 +282,7 @@ def test_larger_parts_are_tried_again_after_a_while() -> None:
 def test_one_who_does_not_fit_does_not_slow_the_others_down() -> None:
     memory = Memory(100, ("r2",))
     halving = Halving(memory.release)
-    assert list(halving.run(make([1] * 8, [True] * 8), memory).errors) == ["r2"]
+    assert list(halving.run(make([1] * 8, [True] * 8), memory)[0]().errors) == ["r2"]
     assert halving.most == 4
     alone = Plan(3, slices=(Slice("r2", 0, 1, (), True),))
-    assert list(halving.run(alone, memory).errors) == ["r2"] and halving.most == 4
+    assert list(halving.run(alone, memory)[0]().errors) == ["r2"] and halving.most == 4

@@ -67,6 +67,7 @@ class Scenario:
     eviction: type = Lru
     preemption: Mode | None = None
     kv: str = "paged"
+    in_flight: int = 1
 
 
 class _Random(Policy):
@@ -169,6 +170,7 @@ def play(scenario: Scenario) -> Harness:
         eviction=scenario.eviction,
         preemption=scenario.preemption,
         kv=CACHES[scenario.kv],
+        max_in_flight=scenario.in_flight,
     )
     clients = {f"r{i}": client for i, client in enumerate(scenario.clients)}
     refused: set[str] = set()
@@ -186,7 +188,7 @@ def play(scenario: Scenario) -> Harness:
             if client.leaves == step:
                 every = [id, *(f"{id}/{k}" for k in range(1, client.n))]
                 h.abort(*(every if client.leaves_whole else every[step % client.n :][:1]))
-        had_work, ended = h.engine.has_work, len(h.reasons)
+        had_work, ended = bool(h.engine.requests), len(h.reasons)
         plan = h.step()
         if had_work and scenario.policy not in MAY_IDLE:
             assert (plan and plan.slices) or len(h.reasons) > ended, "a step did nothing although work exists"
@@ -223,7 +225,7 @@ def play(scenario: Scenario) -> Harness:
     return h
 
 
-def random_scenario(rng: Random, aborts: bool) -> Scenario:
+def random_scenario(rng: Random, aborts: bool, in_flight: int = 1) -> Scenario:
     block_size = rng.choice((1, 4, 16))
     blocks = rng.randint(8, 64)
     most = blocks * block_size
@@ -265,21 +267,24 @@ def random_scenario(rng: Random, aborts: bool) -> Scenario:
         rng.choice((Lru, Lfu)),
         rng.choice((None, *Mode)),
         rng.choice(("paged", "paged", "contiguous")),
+        in_flight,
     )
 
 
+@pytest.mark.parametrize("in_flight", [1, 2], ids=["alone", "overlap"])
 @pytest.mark.parametrize("aborts", [False, True], ids=["nobody leaves", "some leave"])
-def test_seeded_runs(aborts: bool) -> None:
+def test_seeded_runs(aborts: bool, in_flight: int) -> None:
     for seed in range(60):
-        play(random_scenario(Random(seed), aborts))
+        play(random_scenario(Random(seed), aborts, in_flight))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_flight", [1, 2], ids=["alone", "overlap"])
 @pytest.mark.parametrize("aborts", [False, True], ids=["nobody leaves", "some leave"])
-def test_many_seeded_runs(aborts: bool) -> None:
+def test_many_seeded_runs(aborts: bool, in_flight: int) -> None:
     preemptions = 0
     for seed in range(1000, 1400):
-        preemptions += sum(play(random_scenario(Random(seed), aborts)).planner.preemption.counts.values())
+        preemptions += sum(play(random_scenario(Random(seed), aborts, in_flight)).planner.preemption.counts.values())
     assert preemptions > 300  # the pools are small enough to matter
 
 
@@ -324,6 +329,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         draw(st.sampled_from((Lru, Lfu))),
         draw(st.sampled_from((None, *Mode))),
         draw(st.sampled_from(list(CACHES))),
+        draw(st.integers(1, 2)),
     )
 
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from oracle import CLOSE, TOP, assert_drawn
 
 from framework import Batch, Logprobs, Mode, Plan, Request, StepResult, Victim, View, Want
-from framework.executor import Done
+from framework.executor import Later, Pending
 from framework.messages import EngineStats
 from framework.plan import RequestData
 from framework.testing import CheckingExecutor
@@ -95,9 +95,10 @@ def soak(h: Harness, rng: Random, requests: int, aborts: bool, **params: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("aborts", [False, True], ids=["nobody leaves", "some leave"])
 @pytest.mark.parametrize("block_size", [4, 16])
-def test_soak(block_size: int, aborts: bool) -> None:
+@pytest.mark.parametrize("in_flight", [1, 2], ids=["alone", "overlap"])
+def test_soak(in_flight: int, block_size: int, aborts: bool) -> None:
     rng = Random(block_size + aborts)
-    h = harness(rng, block_size)
+    h = harness(rng, block_size, max_in_flight=in_flight)
     stats = soak(h, rng, 2000, aborts)
     for id, output in h.outputs.items():
         assert output == h.alone(id)[: len(output)]
@@ -109,13 +110,15 @@ def test_soak(block_size: int, aborts: bool) -> None:
 
 
 class Modelled:
-    """Has every plan checked and run by a model, whose tokens it takes."""
+    """Has every plan checked and run by a model, whose tokens it takes: with two in flight, when its result is asked
+    for."""
 
-    def __init__(self, checking: CheckingExecutor, model: TorchExecutor) -> None:
-        self._checking, self._model = checking, model
+    def __init__(self, h: Harness, model: TorchExecutor) -> None:
+        self._plans, self._checking, self._model = h.plans, h.executor, model
+        self.max_in_flight = model.max_in_flight
         self._result = StepResult(-1)
         self.logprobs: dict[str, list[Logprobs]] = {}
-        checking.next_token = self._next_token  # type: ignore[method-assign]
+        h.executor.next_token = self._next_token  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._checking, name)
@@ -123,11 +126,19 @@ class Modelled:
     def _next_token(self, data: RequestData, tokens: Sequence[int]) -> int:
         return self._result.tokens[data.id][0]
 
-    def submit(self, plan: Plan) -> Done:
-        self._result = self._model.submit(plan).result()
-        for id, some in self._result.logprobs.items():
-            self.logprobs.setdefault(id, []).extend(some)
-        return Done(replace(self._checking.submit(plan).result(), logprobs=self._result.logprobs))
+    def submit(self, plan: Plan) -> Pending:
+        self._plans.append(plan)
+        pending = self._model.submit(plan)
+
+        def finish() -> StepResult:
+            self._result = pending.result()
+            for id, some in self._result.logprobs.items():
+                self.logprobs.setdefault(id, []).extend(some)
+            checked = CheckingExecutor.submit(self._checking, plan).result()
+            return replace(checked, logprobs=self._result.logprobs)
+
+        later = Later(finish, pending.done)
+        return later if self.max_in_flight > 1 else later.wait()
 
 
 WINDOW = 40
@@ -150,24 +161,29 @@ PARAMS = {"temperature": 0.9, "top_k": TOP, "logprobs": TOP}
 @pytest.mark.slow
 @pytest.mark.parametrize("aborts", [False, True], ids=["nobody leaves", "some leave"])
 @pytest.mark.parametrize(
-    ("name", "kernel", "kv_dtype"),
-    [(name, kernel, "auto") for name in MODELS for kernel in ("cpu", "torch")] + [("llama", "cpu", "int8")],
+    ("name", "kernel", "kv_dtype", "overlap"),
+    [
+        *((name, kernel, "auto", "off") for name in MODELS for kernel in ("cpu", "torch")),
+        *((name, "cpu", "auto", "on") for name in MODELS),
+        ("llama", "cpu", "int8", "off"),
+    ],
 )
-def test_soak_of_a_model(name: str, kernel: str, kv_dtype: str, aborts: bool, tmp_path: Path) -> None:
+def test_soak_of_a_model(name: str, kernel: str, kv_dtype: str, overlap: str, aborts: bool, tmp_path: Path) -> None:
     """Each token is the one that its seed draws from what transformers predicts after those before it; with a cache of
     bytes, from what the same executor predicts when nobody else is there."""
     rng = Random(aborts)
     path = tiny_checkpoint(tmp_path / "model", **MODELS[name])
     flags = {"block_size": 16, "max_num_seqs": SEATS, "max_num_batched_tokens": TOKENS}
     flags |= {"kernel": kernel, "kv_dtype": kv_dtype, "kv_blocks": BLOCKS, "swap_space": str(HOST / BLOCKS)}
+    flags["overlap"] = overlap
     model = build(path, **flags)
     assert model.start().blocks == {"device": BLOCKS, "host": HOST} and model.backend_name == kernel
     h = harness(rng, 16, windows=[group.window for group in model.cache_spec.groups])
-    h.engine.executor = both = Modelled(h.executor, model)  # type: ignore[assignment]
+    h.engine.executor = both = Modelled(h, model)  # type: ignore[assignment]
     stats = soak(h, rng, 500, aborts, **PARAMS)
     assert stats.preemptions_swap >= 50
     assert stats.preemptions_recompute >= 25 and stats.recomputed_tokens >= 1000
-    assert stats.prefix_hits >= 25
+    assert stats.prefix_hits >= 20
     assert h.copies["device", "device"] >= 50 and h.copies["host", "device"] >= 100
     assert sum(part.start > WINDOW for plan in h.plans for part in plan.slices) >= 1000
 
@@ -175,7 +191,8 @@ def test_soak_of_a_model(name: str, kernel: str, kv_dtype: str, aborts: bool, tm
     far = 0.0
     for id, output in h.outputs.items():
         found = both.logprobs.get(id, [])
-        assert [entry.token for entry in found] == output
+        assert [entry.token for entry in found][: len(output)] == output  # one more was in flight when it left
+        found = found[: len(output)]
         if output:
             rows = predict(torch.tensor([*h.requests[id].prompt, *output[:-1]]))[-len(output) :].log_softmax(-1)
             listed = [[(entry.token, entry.logprob), *entry.top] for entry in found]
@@ -183,7 +200,11 @@ def test_soak_of_a_model(name: str, kernel: str, kv_dtype: str, aborts: bool, tm
             far = max(far, float((rows.gather(1, tokens) - values).abs().max()))
             assert (values[:, 1:].amin(-1) > rows.topk(TOP).values[:, -1] - close).all(), "a likelier token is missing"
     assert far < close
-    assert_drawn([both.logprobs.get(id, []) for id in h.outputs], [h.requests[id].seed for id in h.outputs], 0.9)
+    assert_drawn(
+        [both.logprobs.get(id, [])[: len(h.outputs[id])] for id in h.outputs],
+        [h.requests[id].seed for id in h.outputs],
+        0.9,
+    )
 
 
 Predict = Callable[[torch.Tensor], torch.Tensor]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from ..executor import Clock, Done, Executor, MonotonicClock
+from ..executor import Clock, Done, Executor, MonotonicClock, Pending
 from ..kv import CacheGroup, CacheSpec, Capacity
 from ..model import ModelSpec
 from ..plan import Delta, Logprobs, Plan, RequestData, Slice, StepResult
@@ -22,6 +22,18 @@ class StepFailed(RuntimeError):
 
 class RequestFailed(Exception):
     """Raised by `next_token` to fail one request and no other."""
+
+
+class _Unasked(Done):
+    """A plan that counts as in flight until its result is asked for."""
+
+    def __init__(self, result: StepResult | BaseException) -> None:
+        super().__init__(result)
+        self.failed, self.asked = isinstance(result, BaseException), False
+
+    def result(self) -> StepResult:
+        self.asked = True
+        return super().result()
 
 
 class _Sequence:
@@ -57,13 +69,17 @@ class CheckingExecutor(Executor):
     - no block is written that is also in another request's table; copies (run in order) never land in one either;
     - every context position a slice reads, within the group's window, holds the keys and values of this request's own
       token prefix, in every group;
-    - `token_budget` and `seats`, where given, are kept.
+    - `token_budget` and `seats`, where given, are kept;
+    - at most `max_in_flight` plans are submitted whose results were not asked for, and none behind another preempts.
 
     An engine treats an exception of its executor as a failed step, so a fault sticks: it is raised again by every later
     step and by `check`, which a test should call at its end.
 
     Output tokens are `next_token(data, tokens)`, a function of the request's seed and tokens alone; whatever the
     schedule, each request's output must be the same.
+
+    With `max_in_flight` 2 an engine has to plan a step before it knows what came of the last one. A plan that was
+    submitted behind one that failed fails, too.
 
     blocks, host_blocks: size of the two tiers. windows: one group of layers per entry, and the tokens
     that its queries see.
@@ -88,7 +104,9 @@ class CheckingExecutor(Executor):
         fail: Callable[[Plan], When | None] = lambda plan: None,
         cost: Callable[[Plan], float] = lambda plan: 0.0,
         clock: Clock | None = None,
+        max_in_flight: int = 1,
     ) -> None:
+        self.max_in_flight = max_in_flight
         self.clock = clock or MonotonicClock()
         self.cache_spec = CacheSpec(block_size, "float32", tuple(CacheGroup(1, 1, 1, w) for w in windows))
         self.capacity = Capacity({"device": blocks, "host": host_blocks}, device="none (checking executor)")
@@ -103,6 +121,7 @@ class CheckingExecutor(Executor):
         self._memory = Memory(self.capacity.blocks, len(windows), block_size)
         self._step = -1
         self._fault: PlanFault | None = None
+        self._flying: list[_Unasked] = []
         self._live: dict[str, _Sequence] = {}
         self._owners: list[dict[int, set[str]]] = [{} for _ in windows]  # per group: block -> requests
         self._past: dict[str, tuple[RequestData, list[int]]] = {}  # data and all tokens, by id, until it ends
@@ -119,15 +138,24 @@ class CheckingExecutor(Executor):
         progress("checking", 1.0)
         return self.capacity
 
-    def submit(self, plan: Plan) -> Done:
-        if self._fault is None:
-            try:
-                return Done(self._run(plan))
-            except PlanFault as fault:
-                self._fault = fault
-            except StepFailed as error:
-                return Done(error)
-        return Done(self._fault)
+    def submit(self, plan: Plan) -> Pending:
+        before = [pending for pending in self._flying if not pending.asked]
+        result: StepResult | BaseException
+        try:
+            if self._fault is not None:
+                raise self._fault
+            _need(len(before) < self.max_in_flight, f"step {plan.step} is submitted behind {len(before)} others")
+            _need(not (before and plan.preempted), f"step {plan.step} preempts while another is in flight")
+            if any(pending.failed for pending in before):
+                raise StepFailed(f"step {plan.step} built on one that failed")
+            result = self._run(plan)
+        except PlanFault as fault:
+            result = self._fault = fault
+        except StepFailed as error:
+            result = error
+        pending = _Unasked(result)
+        self._flying = [*before, pending]
+        return pending
 
     @property
     def known(self) -> frozenset[str]:
@@ -304,6 +332,8 @@ class CheckingExecutor(Executor):
                     token = self.next_token(sequence.data, sequence.tokens)
             except RequestFailed as error:
                 errors[id] = str(error)
+                if self.max_in_flight > 1:  # it may have been planned on
+                    sequence.tokens.append(0)
                 continue
             sequence.tokens.append(token)
             self._past[id][1].append(token)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..defaults import Defaults
 from ..engine import Engine
-from ..executor import Done
+from ..executor import Pending
 from ..hookspecs import hookimpl
 from ..kv import CacheSpec, Capacity, KVCache
 from ..messages import Add, TokenOutput
@@ -17,7 +17,7 @@ from ..plan import Plan, RequestData
 from ..preemption import Costs, Limits
 from ..registry import Plugins, load_plugins
 from ..settings import Settings
-from ..types import Mode, Request, SamplingParams
+from ..types import Mode, Request, SamplingParams, Status
 from .checking import CheckingExecutor, RequestFailed, When
 from .clock import VirtualClock
 
@@ -74,7 +74,7 @@ class _Recorder(CheckingExecutor):
         super().__init__(*args, **options)
         self.plans: list[Plan] = []
 
-    def submit(self, plan: Plan) -> Done:
+    def submit(self, plan: Plan) -> Pending:
         self.plans.append(plan)
         return super().submit(plan)
 
@@ -288,15 +288,21 @@ class Simulation:
         away = sum(-(-r.computed // spec.block_size) for r in view.waiting)
         # Only who was swapped out waits with computed tokens; blocks out of the window stay behind.
         assert usage.swapped <= away if windowed else usage.swapped == away, f"{usage}, but {away} were swapped out"
-        held = sum(r.computed for r in view.running)
-        forked = sum(r.parent is not None for r in view.running)  # each begins one token before its parent
+        holders = [*view.running, *self._leaving()]
+        held = sum(r.computed for r in holders)
+        forked = sum(r.parent is not None for r in holders)  # each begins one token before its parent
         assert usage.tokens <= held + forked, f"{usage}, but those who run have computed {held} tokens"
         assert usage.holding * spec.block_size >= usage.tokens, f"{usage}: more tokens than places"
         if not self._prefix_cache:
             assert usage.cached == 0, f"{usage}, without a prefix cache"
             assert usage.tokens == held or forked or windowed, f"{usage}, but those who run have computed {held} tokens"
-        if not view.running:
+        if not holders:
             assert (self.kv.available, usage.tokens) == (total, 0), f"nobody runs, and the cache says {usage}"
+
+    def _leaving(self) -> list[Request]:
+        """Those who have ended, but not a step in flight that writes to their blocks."""
+        ids = dict.fromkeys(part.request_id for plan in self.engine.in_flight for part in plan.slices)
+        return [self.requests[id] for id in ids if self.requests[id].status is Status.FINISHED]
 
     def alone(self, id: str) -> list[int]:
         """What the output of a request is when nobody disturbs it; ends where `next_token` fails it."""
