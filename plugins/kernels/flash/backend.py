@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from framework import Meta, ReferenceBackend, Rope, Support
+from framework import CacheGroup, Meta, ReferenceBackend, Rope, Support
 
 from ..torch_backend import TorchBackend
 from . import FlashOptions
@@ -74,11 +74,24 @@ class FlashBackend(TorchBackend):
     # Cache
 
     @staticmethod
-    def _page(group: Any, dtype: torch.dtype, block_size: int) -> tuple[int, int, int]:
+    def _page(group: CacheGroup, dtype: torch.dtype, block_size: int) -> tuple[int, int, int]:
         return block_size, group.kv_heads, group.head_dim
 
-    def allocate(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return [FlashPages(*pages) for pages in super().allocate(*args, **kwargs)]
+    def allocate(
+        self,
+        group: CacheGroup,
+        dtype: torch.dtype,
+        block_size: int,
+        blocks: int,
+        device: torch.device,
+        pinned: bool = False,
+    ) -> list[Any]:
+        shape = blocks, *self._page(group, dtype, block_size)
+
+        def pages() -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+        return [FlashPages(pages(), pages()) for _ in range(group.layers)]
 
     block_bytes = ReferenceBackend.block_bytes
     copy_blocks = ReferenceBackend.copy_blocks
