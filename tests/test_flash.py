@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from framework.plugins.kernels.flash.backend import FlashBackend
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework import CacheGroup, KernelBackend, Rope
+from framework import LLM, CacheGroup, ConfigError, KernelBackend, Rope, SamplingParams
 from framework.testing import KernelConformance
 from framework.testing.pool import Part, make_batch
 
@@ -66,7 +67,7 @@ class _Conformance(KernelConformance):
 class _LargePages(_Conformance):
     block_sizes = (256,)
     windows = (None, 1, 300)
-    shapes = ((4, 2, 16), (9, 3, 64), (2, 1, 256))
+    shapes = ((4, 2, 16), (9, 3, 64))
     batches = 4
 
 
@@ -76,6 +77,7 @@ class TestTorch(_LargePages):
 
 class TestFlashAttention2(_LargePages):
     dtypes = ("bfloat16",)
+    shapes = ((4, 2, 16), (2, 1, 256))
     library, modules, title = "flash-attn", ("flash_attn",), "flash-attn 2.8.3"
 
 
@@ -315,3 +317,35 @@ def test_a_cpu_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda *args: pytest.fail("looked for a library"))
     expected = "it needs an NVIDIA GPU of compute capability 8.0, this is cpu"
     assert FlashBackend().supports("embed", torch.float32, CPU) == (False, expected)
+
+
+# In an engine
+
+
+def test_who_names_it_on_a_cpu_is_told_why_not(tiny_llama: Path) -> None:
+    said = r"--kernel flash: no backend can serve this model here \(flash: embed: it needs .*, this is cpu\)$"
+    with pytest.raises(ConfigError, match=said):
+        LLM(str(tiny_llama), kernel="flash", kv_blocks=16)
+
+
+def test_who_names_a_library_that_is_not_there_is_told(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlashBackend, "capability", OnCpu.capability)
+    given: dict[str, Any] = {"kernel": "flash", "dtype": "bfloat16", "kv_blocks": 16}
+    with pytest.raises(ConfigError, match=r"\(flash: attention: flashinfer: not installed \(pip install [\w-]+\)\)$"):
+        LLM(str(tiny_llama), kernel_opt={"library": "flashinfer"}, **given)
+    with pytest.raises(ConfigError, match="--kernel-opt library"):
+        LLM(str(tiny_llama), kernel_opt={"library": "xformers"}, **given)
+
+
+def test_an_engine_says_which_it_took_and_generates(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens as with the kernel `torch`, in chunks of prompts and in decodes."""
+    monkeypatch.setattr(FlashBackend, "capability", OnCpu.capability)
+    given: dict[str, Any] = {"dtype": "float16", "kv_blocks": 64, "max_num_batched_tokens": 32}
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    prompts, found = ["a" * 50, "bc", "d" * 17], []
+    with installed("flash_attn_interface"):
+        for kernel in ("torch", "flash"):
+            with LLM(str(tiny_llama), kernel=kernel, **given) as llm:
+                found.append([output.token_ids for output in llm.generate(prompts, params)])
+        assert llm.info.providers["kernel"] == "flash (flash-attn-3)"
+    assert found[0] == found[1]
