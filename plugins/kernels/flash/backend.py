@@ -14,7 +14,7 @@ from framework import CacheGroup, Meta, ReferenceBackend, Rope, Support
 
 from ..torch_backend import TorchBackend
 from . import FlashOptions
-from .library import FlashMeta, FlashPages, Library, upload
+from .library import FlashMeta, FlashPages, Library, blocks, upload
 from .planned import FlashInfer
 from .varlen import FlashAttention2, FlashAttention3, TorchVarlen
 
@@ -113,7 +113,7 @@ class FlashBackend(TorchBackend):
         if begun is not None:
             cache.v.index_fill_(0, begun, 0)
         for pages, new in ((cache.k, k), (cache.v, v)):
-            pages.flatten(0, 1).index_copy_(0, meta.slots[group], new)
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, meta.slots[group], new)
         return q
 
     def attention(
@@ -132,9 +132,7 @@ def _begun(meta: FlashMeta, group: int, device: torch.device) -> torch.Tensor | 
     them, NaN or not.
     """
     batch = meta.batch
-    size, table = batch.block_size, batch.tables[group]
     starts = batch.starts.astype(np.int64)
-    first, end = (-(-x // size) for x in (starts, starts + batch.lens))
-    column = np.arange(table.shape[1])
-    blocks = table[(column >= first[:, None]) & (column < end[:, None])]
-    return upload(blocks, np.int64, device) if len(blocks) else None
+    first, end = (-(-x // batch.block_size) for x in (starts, starts + batch.lens))
+    found = blocks(batch.tables[group], first, end - first)
+    return upload(found, np.int64, device) if len(found) else None

@@ -32,7 +32,7 @@ class FlashPages(NamedTuple):
 
 
 class FlashMeta(TorchMeta):
-    """Adds what layers share, made by the first that needs it."""
+    """Adds what layers share, made by the first that needs it. It is of one step: `advance` makes a new one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class FlashMeta(TorchMeta):
 
 class Seen(NamedTuple):
     """The pages that each request's new tokens see, from the one on in which the first new token's window begins:
-    those before it may be others' by now, and a library may multiply them by 0, which no NaN in them would mind.
+    those before it may be others' by now, and a library that loads whole tiles multiplies their values by 0, which a
+    NaN survives.
 
     first: int64 [R], the first of them, as a column of the block table. pages: int64 [R], how many. lens: int64 [R],
     tokens in them, up to the last new one.
@@ -63,6 +64,13 @@ class Seen(NamedTuple):
         ends = starts + batch.lens
         first = np.zeros_like(starts) if window is None else np.maximum(starts + 1 - window, 0) // size
         return cls(first, -(-ends // size) - first, ends - first * size)
+
+
+def blocks(table: Array, first: Array, count: Array) -> Array:
+    """Of each request r, table[r, first[r] : first[r] + count[r]], one after the other."""
+    request = np.repeat(np.arange(len(count)), count)
+    column = np.arange(len(request)) + np.repeat(first - np.cumsum(count) + count, count)
+    return np.asarray(table[request, column])
 
 
 def upload(array: Array, dtype: type[np.generic], device: torch.device) -> torch.Tensor:

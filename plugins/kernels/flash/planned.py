@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .library import Array, FlashMeta, FlashPages, Library, Seen
+from .library import Array, FlashMeta, FlashPages, Library, Seen, blocks
 
 WORKSPACE = 128 << 20
 """Bytes for partial results: what its documentation recommends."""
@@ -31,12 +31,9 @@ class Pages:
 
     def __init__(self, meta: FlashMeta, group: int, window: int | None) -> None:
         first, pages, lens = Seen.of(meta.batch, window)
-        table, size = meta.batch.tables[group], meta.batch.block_size
-        column = np.arange(table.shape[1])
-        mine = (column >= first[:, None]) & (column < (first + pages)[:, None])
         self.indptr = _host(np.concatenate(([0], np.cumsum(pages))))
-        self.indices = _host(table[mine])
-        self.last = _host(lens - (pages - 1) * size)
+        self.indices = _host(blocks(meta.batch.tables[group], first, pages))
+        self.last = _host(lens - (pages - 1) * meta.batch.block_size)
         self.queries = _host(np.concatenate(([0], np.cumsum(meta.batch.lens))))
 
 
@@ -68,9 +65,10 @@ class FlashInfer(Library):
         return None
 
     def load(self, module: Any) -> str | None:
-        reason = self.missing(module, "BatchDecodeWithPagedKVCacheWrapper.plan", "q_data_type", "sm_scale")
+        recent = "q_data_type", "kv_data_type", "sm_scale"
+        reason = self.missing(module, "BatchDecodeWithPagedKVCacheWrapper.plan", "window_left", *recent)
         prefill = "BatchPrefillWithPagedKVCacheWrapper.plan"
-        reason = reason or self.missing(module, prefill, "head_dim_qk", "q_data_type", "sm_scale", "window_left")
+        reason = reason or self.missing(module, prefill, "window_left", "head_dim_qk", *recent)
         if reason is None:
             self._decode = module.BatchDecodeWithPagedKVCacheWrapper
             self._prefill = module.BatchPrefillWithPagedKVCacheWrapper
