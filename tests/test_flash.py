@@ -72,6 +72,7 @@ class _LargePages(_Conformance):
 
 
 class TestTorch(_LargePages):
+    dtypes = ("float16",)
     library, modules, title = "torch", ("torch",), f"torch {torch.__version__}"
 
 
