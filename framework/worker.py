@@ -89,7 +89,7 @@ class TorchExecutor(Executor):
             packed.update({item[1].format} if isinstance(item[1], Quantized) else ())
             return item
 
-        tensors = map(seen, self.checkpoint.stored(self.model.formats))  # unlike a generator, it holds none
+        tensors = map(seen, self.checkpoint.stored(self.model.formats, dtype))  # unlike a generator, it holds none
         self.model.load(tensors, lambda: progress("load weights", min(1.0, next(loaded) / total)))
         if packed:
             self.notes += [f"weights stay quantised, as the file has them: {', '.join(sorted(packed))}"]

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from framework import CacheGroup, Decoder, Meta, Quantized, ReferenceBackend, Rope, Support
+from framework import CacheGroup, Decoder, Meta, Quantized, ReferenceBackend, Rope, Support, kept
 from framework.log import get_logger
 from framework.pages import Arena
 
-from . import CpuOptions, weights
-from .build import BuildError, load
+from . import CpuOptions
+from .build import SOURCES, BuildError, load
 
 PAGE = 16
 """Tokens of a page; a block is one or several."""
@@ -28,6 +29,7 @@ EXACT = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12}
 """Formats that csrc/blocks.h keeps, by ggml's number."""
 ROUNDED = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
 """Formats that become the nearest Q8_0."""
+_ROUNDING = (Path(__file__), *(SOURCES / name for name in ("blocks.h", "formats.h", "int8.h", "dot.h")))
 
 
 class PackedLinear(NamedTuple):
@@ -153,9 +155,9 @@ class CpuBackend(ReferenceBackend):
                 begin += part.shape[0]
 
         # The exact formats are put in order faster than a file of them is hashed.
-        if rows * columns >= weights.LEAST and any(part.format in ROUNDED for part in parts):
+        if rows * columns >= kept.LEAST and any(part.format in ROUNDED for part in parts):
             names = [part.identity() for part in parts]
-            words, scales = weights.kept([_isas()[isa], *names], shapes, fill)
+            words, scales = kept.kept([_isas()[isa], *names], _ROUNDING, shapes, fill)
         else:
             words, scales = tensors = [self._arena.empty(shape, kind).zero_() for shape, kind in shapes]
             fill(tensors)
