@@ -293,6 +293,7 @@ class TorchExecutor(Executor):
         logits = logits.float()
         unmodified = torch.log_softmax(logits[asked], -1) if asked else None
         self.plugins.call("process_logits", logits=logits, batch=batch)
+        batch.largest = self.backend.largest
         batch.likeliest, best = self.backend.argmax(logits)  # NaN if any is, infinite if all are masked
         values, bad = best.tolist(), []
         if not math.isfinite(sum(values)):  # in float64, where finite ones stay so

@@ -104,9 +104,10 @@ class CpuBackend(ReferenceBackend):
         ops = torch.ops.framework_cpu
         self._embed, self._pack_blocks = ops.embed.default, ops.pack_blocks.default
         self._pack, self._pack_int8 = ops.pack.default, ops.pack_int8.default
-        self._linear, self._qkv, self._rmsnorm = ops.linear.default, ops.qkv.default, ops.rmsnorm.default
+        self._linear, self._rmsnorm = ops.linear.default, ops.rmsnorm.default
         self._silu_mul, self._rope_store = ops.silu_mul.default, ops.rope_store.default
-        self._plan, self._attention, self._argmax = ops.plan.default, ops.attention.default, ops.argmax.default
+        self._plan, self._attention = ops.plan.default, ops.attention.default
+        self._argmax, self._largest = ops.argmax.default, ops.largest.default
 
     def __getattr__(self, name: str) -> Any:
         # The first use of an operation; who asks `supports` before has them bound by then.
@@ -174,6 +175,7 @@ class CpuBackend(ReferenceBackend):
         return y
 
     gate_up = linear
+    qkv = ReferenceBackend.qkv
 
     def logits(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
         y: torch.Tensor = self._linear(x, weight.words, weight.scales, weight.rows, weight.bias, True, self._isa)
@@ -183,11 +185,11 @@ class CpuBackend(ReferenceBackend):
         found: tuple[torch.Tensor, torch.Tensor] = self._argmax(logits, self._isa)
         return found
 
-    def qkv(self, x: torch.Tensor, weight: Any, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
-        parts: tuple[torch.Tensor, ...] = self._qkv(
-            x, weight.words, weight.scales, weight.rows, weight.bias, sizes[0], sizes[1], self._isa
-        )
-        return parts
+    def largest(
+        self, x: torch.Tensor, counts: torch.Tensor, least: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._largest(x, counts, least, self._isa)
+        return found
 
     # Layers
 
