@@ -23,6 +23,8 @@ import torch
 from framework.kept import locked
 from framework.machine import cache_folder, cpu_flags, cpus
 
+from . import fakes
+
 SOURCES = Path(__file__).with_name("csrc")
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mprefer-vector-width=512"
 _NEEDS512 = "avx512f avx512bw avx512dq avx512vl avx2 fma f16c"
@@ -66,6 +68,7 @@ def load(say: Callable[[str], None]) -> list[str]:
     if not hasattr(torch.ops.framework_cpu, "isas"):
         try:
             torch.ops.load_library(str(library(say)))  # type: ignore[no-untyped-call]
+            fakes.register()
         except (OSError, RuntimeError) as error:
             raise BuildError(f"the compiled library cannot be loaded: {error}") from error
     names: list[str] = torch.ops.framework_cpu.isas()
