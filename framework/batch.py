@@ -16,6 +16,8 @@ from .types import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from .sampling import Largest
+
 Array = np.ndarray[Any, Any]
 _NO_PARAMS = SamplingParams()
 
@@ -323,6 +325,7 @@ class RowBatch:
         self.added: Sequence[str] = tuple(rows.added)
         self.removed: Sequence[str] = tuple(rows.removed)
         self.likeliest: torch.Tensor | None = None
+        self.largest: Largest | None = None
         self.asked = [row for row, params in enumerate(self.params) if params.logprobs is not None]
         self._rows = rows
 

@@ -138,8 +138,10 @@ class ConfiguredCheckpoint(Checkpoint):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.inner.tensors()
 
-    def stored(self, formats: Collection[str]) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
-        return self.inner.stored(formats)
+    def stored(
+        self, formats: Collection[str], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
+        return self.inner.stored(formats, dtype)
 
     @property
     def num_tensors(self) -> int:

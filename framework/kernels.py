@@ -27,6 +27,7 @@ OPS = (
     "gate_up",
     "logits",
     "argmax",
+    "largest",
     "decoder",
     "add_rmsnorm",
     "rope_store",
@@ -383,6 +384,17 @@ class KernelBackend(ABC):
     def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [R, vocab] -> int64 [R], the first of each row's likeliest tokens, and float32 [R], their logits: NaN
         where a row has one."""
+
+    @abstractmethod
+    def largest(
+        self, x: torch.Tensor, counts: torch.Tensor, least: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each row of x, float32 [R, vocab] without a NaN, what is not less than `least` (float32 [R]), nor than the
+        row's counts-th largest (int64 [R], not negative; 0, or more than the vocabulary: all): all equals of the last.
+
+        int64 columns and float32 values, those of a row in order of column and behind those of the row before; and
+        int64 [R], how many there are of each.
+        """
 
     @abstractmethod
     def copy_blocks(self, caches: list[Any], src: torch.Tensor, dst: torch.Tensor) -> None:

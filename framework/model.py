@@ -75,8 +75,14 @@ class Checkpoint(ABC):
         needs beside one is free again when the rest is there. Raises `ModelError` where a shard is missing or cut
         short."""
 
-    def stored(self, formats: Collection[str]) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
-        """Like `tensors`, but matrices that are stored in one of `formats` as they are. By default there are none."""
+    def stored(
+        self, formats: Collection[str], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
+        """Like `tensors`, but matrices that are stored in one of `formats` as they are. By default there are none.
+
+        dtype: what the consumer turns all others into. Those that have to be converted for it anyway may come in it,
+        and may be kept so between starts.
+        """
         yield from self.tensors()
 
     @property

@@ -251,6 +251,18 @@ class ReferenceBackend(KernelBackend):
         tokens = torch.from_numpy(logits.numpy().argmax(-1)) if cpu else logits.argmax(-1)
         return tokens, logits.gather(1, tokens[:, None])[:, 0]
 
+    def largest(
+        self, x: torch.Tensor, counts: torch.Tensor, least: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, vocab = x.shape
+        counts = torch.where(counts < vocab, counts, 0)
+        most = int(counts.max()) if rows else 0
+        if most:
+            kth = x.topk(most).values.gather(1, (counts[:, None] - 1).clamp(min=0))[:, 0]
+            least = torch.where(counts > 0, torch.maximum(least, kth), least)
+        row, column = (x >= least[:, None]).nonzero(as_tuple=True)
+        return column, x[row, column], torch.bincount(row, minlength=rows)
+
     def copy_blocks(self, caches: list[Any], src: torch.Tensor, dst: torch.Tensor) -> None:
         # A block may be a source after it was a destination: find what each finally holds, then gather before
         # anything is written.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .types import SamplingParams
@@ -10,6 +10,8 @@ from .types import SamplingParams
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    Largest = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class SampleBatch(Protocol):
@@ -44,6 +46,11 @@ class SampleBatch(Protocol):
     @property
     def likeliest(self) -> torch.Tensor | None:
         """int64 [rows]: the first of each row's likeliest tokens, after `process_logits`; None: not worked out."""
+
+    @property
+    def largest(self) -> Largest | None:
+        """The kernel backend's operation of this name, see `KernelBackend.largest`: what a top-k or top-p needs of each
+        row, in one pass over it. None: there is no backend."""
 
     @property
     def extra(self) -> Sequence[dict[str, Any]]: ...

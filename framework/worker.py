@@ -109,7 +109,7 @@ class TorchExecutor(Executor):
             packed.update({item[1].format} if isinstance(item[1], Quantized) else ())
             return item
 
-        tensors = map(seen, self.checkpoint.stored(self.model.formats))  # unlike a generator, it holds none
+        tensors = map(seen, self.checkpoint.stored(self.model.formats, dtype))  # unlike a generator, it holds none
         self.model.load(tensors, lambda: progress("load weights", min(1.0, next(loaded) / total)))
         if packed:
             self.notes += [f"weights stay quantised, as the file has them: {', '.join(sorted(packed))}"]
@@ -410,6 +410,7 @@ class TorchExecutor(Executor):
         logits = logits.float()
         unmodified = torch.log_softmax(logits[batch.asked], -1) if batch.asked else None
         self.plugins.call("process_logits", logits=logits, batch=batch)
+        batch.largest = self.backend.largest
         batch.likeliest, best = self.backend.argmax(logits)  # NaN if any is, infinite if all are masked
         if self.device.asynchronous:  # keep samplers out of what is not finite
             logits.masked_fill_(~best.isfinite()[:, None], 0.0)

@@ -97,6 +97,19 @@ class FindsAnyOfEquals(Toy):
         return tokens, logits.gather(1, tokens[:, None])[:, 0]
 
 
+class CutsEquals(Toy):
+    """Keeps as many as asked, whichever of equals those are."""
+
+    def largest(
+        self, x: torch.Tensor, counts: torch.Tensor, least: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        columns, _, lengths = super().largest(x, counts, least)
+        most = torch.where(counts > 0, torch.minimum(counts, lengths), lengths)
+        parts = zip(columns.split(lengths.tolist()), most.tolist(), strict=True)
+        columns = torch.cat([part[:some] for part, some in parts]) if len(x) else columns
+        return columns, x[torch.arange(len(x)).repeat_interleave(most), columns], most
+
+
 class NeedsRows(Toy):
     """Has no product of nothing."""
 

@@ -430,6 +430,33 @@ static void argmax(const Kernels& table, int threads) {
   }
 }
 
+static void largest(const Kernels& table, int threads) {
+  for (int n : {1, 15, 128, 1000, 3001}) {
+    Buffer<float> x(size_t(7) * n), least(7, 0);
+    Buffer<int64_t> counts(7, 0);
+    for (size_t i = 0; i < x.count; i++) x[i] = float(below(50));
+    for (int i = 0; i < n; i++) x[i] = float(i), x[n + i] = 1;
+    const int64_t sizes[] = {7, 3, 0, n / 2, n, n + 1, 1};
+    for (int r = 0; r < 7; r++) counts[r] = sizes[r], least[r] = r == 2 ? 40 : r == 5 ? -INFINITY : float(r);
+    std::vector<std::vector<int32_t>> found(7);
+    table.largest(threads, {x.data.get(), 7, n, n}, counts.data.get(), least.data.get(), found.data());
+    for (int r = 0; r < 7; r++) {
+      std::vector<int32_t> expected;
+      for (int i = 0; i < n; i++) {
+        int64_t above = 0;
+        for (int j = 0; j < n; j++) above += x[size_t(r) * n + j] > x[size_t(r) * n + i];
+        if (x[size_t(r) * n + i] >= least[r] && (counts[r] == 0 || above < counts[r])) expected.push_back(i);
+      }
+      checks++;
+      if (found[r] != expected) {
+        printf("%s largest of %d, row %d: %d instead of %d\n", table.name, n, r, int(found[r].size()),
+               int(expected.size()));
+        exit(1);
+      }
+    }
+  }
+}
+
 template <class T>
 static void all(const Kernels& table, int threads) {
   for (auto [m, k, n] : {std::tuple{1, 64, 96}, {5, 20, 7}, {33, 97, 64}, {1, 1, 1}, {13, 1031, 85}, {100, 130, 300}})
@@ -451,6 +478,7 @@ static void all(const Kernels& table, int threads) {
   decoder<T>(table, threads, {{0, 1}}, false, false);
   decoder<T>(table, threads, {{0, 400}, {300, 1}}, false, false);
   argmax(table, threads);
+  largest(table, threads);
   attention<T>(table, threads, {{700, 1}, {3, 1}}, 6, 2, 32, 48, 0, 4);
   attention<T>(table, threads, {{1000, 1}}, 3, 1, 16, 32, 500, 4);
   attention<T>(table, threads, {{0, 300}}, 4, 4, 16, 32, 0, 2);

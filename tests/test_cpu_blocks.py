@@ -182,7 +182,7 @@ FILES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
 def model(path: Path, cpu: KernelBackend, dtype: torch.dtype) -> Llama:
     checkpoint = open_checkpoint(Settings(model=str(path)), load_plugins())
     made = Llama(Llama.spec(checkpoint.config), cpu, dtype, torch.device("cpu"))
-    made.load(checkpoint.stored(made.formats))
+    made.load(checkpoint.stored(made.formats, dtype))
     return made
 
 

@@ -53,12 +53,12 @@ def build(model: Path, **flags: Any) -> LLM:
 
 
 def test_auto_takes_the_first_backend_that_can(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["partial", "tiled", "cpu", "torch"]
+    names = ["partial", "tiled"]
     find = Plugins.providers
 
     def providers(self: Plugins, kind: str | None = None) -> list[Provider]:
         found = find(self, kind)
-        return sorted(found, key=lambda p: names.index(p.name)) if kind == "kernel" else found
+        return sorted(found, key=lambda p: p.name not in names) if kind == "kernel" else found
 
     monkeypatch.setattr(Plugins, "providers", providers)
     with build(tiny_llama) as llm:
@@ -100,7 +100,7 @@ def test_messages_name_the_flag_that_selects_or_sets(tiny_llama: Path) -> None:
     plugins = load_plugins([("extra", Extra())])
     for kind, said in (
         ("model", "--model-impl x: no such model; available: llama"),
-        ("kernel", "--kernel x: no such kernel; available: cpu, partial, tiled, torch"),
+        ("kernel", "--kernel x: no such kernel; available: cpu, flash, partial, tiled, torch"),
         ("plugin", "--plugin x: no such plugin"),
         ("policy", "policy x: no such policy; available: mine"),
     ):

@@ -17,6 +17,7 @@ from ..kv import CacheGroup
 from ..model import ModelSpec
 from ..registry import load_plugins
 from ..settings import Settings
+from .choices import Choices
 from .graphs import check_graph
 from .pool import Part, Pool, Shape, close, make_batch, normal
 
@@ -35,7 +36,7 @@ PRODUCTS = ((1, 64, 96), (5, 20, 7), (33, 96, 64), (0, 16, 50), (150, 300, 270))
 Spans = Sequence[tuple[int, int]]
 
 
-class KernelConformance:
+class KernelConformance(Choices):
     """Subclass it in a test module, and pytest runs the tests below on your kernel backend::
 
         from framework.testing import KernelConformance
@@ -179,20 +180,6 @@ class KernelConformance:
                 wide = op == "logits" and found.dtype == torch.float32
                 again = expected if x_again is x else expected.flip(0)
                 close(found, again, torch.float32 if wide else kind, self.tolerance(op, kind))
-
-    @torch.inference_mode()
-    def test_argmax(self) -> None:
-        """The first of equals; a NaN is larger than all, and its value is told; rows may be all masked, or none."""
-        backend, _, device = self._ready("float32", "argmax")
-        for rows, vocab in ((0, 10), (1, 1), (3, 7), (5, 1000), (33, 4099)):
-            x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).round(decimals=1)
-            if rows > 4:
-                x[0], x[1, vocab // 2], x[2, [3, vocab - 1]], x[3, vocab - 1] = -torch.inf, torch.nan, 99.0, 99.0
-            tokens, values = backend.argmax(x.to(device))
-            expected = torch.from_numpy(x.numpy().argmax(-1))
-            assert tokens.dtype == torch.int64 and tokens.tolist() == expected.tolist()
-            same = torch.isclose(values.cpu(), x.gather(1, expected[:, None])[:, 0], 0, 0, equal_nan=True)
-            assert values.dtype == torch.float32 and same.all(), "the logits of the likeliest tokens"
 
     @torch.inference_mode()
     def test_embed(self, dtype: str) -> None:
@@ -421,7 +408,9 @@ class KernelConformance:
     @torch.inference_mode()
     def test_attention_after_a_prefix_hit(self, block_size: int, dtype: str) -> None:
         """Requests share their first blocks."""
-        self._check([(48, 1), (32, 25), (33, 3), (32, 1)], dtype, block_size=block_size, shared=32)
+        shared = -(-32 // block_size) * block_size
+        spans = [(shared + start, tokens) for start, tokens in ((16, 1), (0, 25), (1, 3), (0, 1))]
+        self._check(spans, dtype, block_size=block_size, shared=shared)
 
     @torch.inference_mode()
     def test_one_meta_serves_layers_of_different_windows(self, dtype: str) -> None:

@@ -88,7 +88,8 @@ class Pool:
         spread: float = 1.0,
     ) -> None:
         self.backend, self.dtype, self.device, self.block_size = backend, dtype, device, block_size
-        self.shape, self.scale, self.spread = shape, shape.head_dim**-0.5, spread
+        self.shape, self.spread = shape, spread
+        self.scale = 0.9 * shape.head_dim**-0.5  # not what a library would take by itself
         self.random = torch.Generator().manual_seed(seed)
         group = CacheGroup(layers, shape.kv_heads, shape.head_dim)
         self.caches = backend.allocate(group, kv_dtype or dtype, block_size, blocks, device)

@@ -3,5 +3,8 @@
 import pytest
 
 pytest.register_assert_rewrite(
-    *(f"framework.testing.{name}" for name in ("caches", "kernels", "pool", "samplers", "schedulers", "simulation"))
+    *(
+        f"framework.testing.{name}"
+        for name in ("caches", "choices", "kernels", "pool", "samplers", "schedulers", "simulation")
+    )
 )

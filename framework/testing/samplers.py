@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..batch import RowBatch, Rows
+from ..ops import ReferenceBackend
 from ..plan import Plan, RequestData
 from ..registry import Plugins, load_plugins
 from ..settings import Settings
@@ -125,6 +126,7 @@ class Sampling:
         given = logits.float().to(self.device, copy=True)
         self._informed = not self._informed  # the same has to come of it whether or not the executor knows
         batch.likeliest = torch.from_numpy(given.cpu().numpy().argmax(-1)).to(self.device) if self._informed else None
+        batch.largest = ReferenceBackend().largest if self._informed else None
         tokens = getattr(answer := self._plugins.call("sample", logits=given, batch=batch), "tokens", None)
         assert isinstance(tokens, torch.Tensor), f"it answered {answer!r}, not Sampled"
         assert tokens.dtype == torch.int64 and tokens.shape == logits.shape[:1], (

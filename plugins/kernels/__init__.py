@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from framework import KernelBackend, Provider, hookimpl
 
 from .cpu import CpuOptions
+from .flash import FlashOptions
 
 if TYPE_CHECKING:
     from framework.settings import Settings
@@ -16,6 +17,12 @@ def _cpu(options: CpuOptions, settings: Settings) -> KernelBackend:
     from .cpu.backend import CpuBackend
 
     return CpuBackend(options, settings.quantization)
+
+
+def _flash(options: FlashOptions, settings: Settings) -> KernelBackend:
+    from .flash.backend import FlashBackend
+
+    return FlashBackend(options, settings.block_size)
 
 
 def _torch() -> KernelBackend:
@@ -29,5 +36,8 @@ def providers() -> list[Provider]:
     """In the order in which `--kernel auto` asks them."""
     return [
         Provider("kernel", "cpu", _cpu, CpuOptions, summary="C++ compiled for this CPU; float32 and bfloat16"),
+        Provider(
+            "kernel", "flash", _flash, FlashOptions, summary="attention by torch, flashinfer or flash-attn; NVIDIA GPUs"
+        ),
         Provider("kernel", "torch", _torch, summary="plain torch on any device; oneDNN weights on CPU"),
     ]

@@ -106,6 +106,18 @@ class TorchBackend(ReferenceBackend):
         group: int,
         meta: Meta,
     ) -> torch.Tensor:
+        q, k = self.rotate(q, k, positions, rope, meta)
+        fresh, slots = self._stores(cache, group, meta)
+        for pages, new in ((cache.k, k), (cache.v, v)):
+            pages.index_fill_(0, fresh, 0)
+            pages.view(-1, k.shape[-1]).index_copy_(0, slots, new.reshape(-1, k.shape[-1]))
+        return q
+
+    @staticmethod
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, rope: Rope, meta: Meta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k, turned by their positions, each in memory of its own."""
         assert isinstance(meta, TorchMeta)
         if meta.rotary is None or meta.rotary[0] is not rope:
             cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)
@@ -113,24 +125,21 @@ class TorchBackend(ReferenceBackend):
         _, cos, sin = meta.rotary
         width, head_dim = cos.shape[-1], k.shape[-1]
 
-        def rotate(x: torch.Tensor) -> torch.Tensor:
+        def turned(x: torch.Tensor) -> torch.Tensor:
             part = x[..., :width].float()
             y = torch.addcmul(part * cos, part.roll(width // 2, -1), sin).to(x.dtype)
             return y if width == head_dim else torch.cat((y, x[..., width:]), -1)
 
-        fresh, slots = self._stores(cache, group, meta)
-        for pages, new in ((cache.k, rotate(k)), (cache.v, v)):
-            pages.index_fill_(0, fresh, 0)
-            pages.view(-1, head_dim).index_copy_(0, slots, new.reshape(-1, head_dim))
-        return rotate(q)
+        return turned(q), turned(k)
 
     @staticmethod
-    def _stores(cache: Any, group: int, meta: TorchMeta) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stores(cache: Any, group: int, meta: Meta) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks begun in this step, and the row of every new (token, kv head) in pages seen as [rows, head_dim].
 
         Attention reads whole pages and masks what lies behind the last token. Begun blocks are cleared first, so
         that a NaN which an earlier owner left there cannot pass the mask (0 * NaN).
         """
+        assert isinstance(meta, TorchMeta)
         kv_heads, block_size = cache.k.shape[1:3]
         known = meta.stores.get((group, kv_heads))
         if known is None:

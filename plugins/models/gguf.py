@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,6 +53,7 @@ _KINDS: dict[str, Any] = {
     "rope.scaling.type": str | None,
 }
 """What metadata may hold, below the name of the architecture."""
+_PLAIN = {getattr(gguf.GGMLQuantizationType, name) for name in ("F32", "F16", "BF16")}
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
@@ -110,7 +112,9 @@ class GGUFCheckpoint(Checkpoint):
             assert not isinstance(tensor, Quantized)
             yield name, tensor
 
-    def stored(self, formats: Collection[str]) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
+    def stored(
+        self, formats: Collection[str], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
         import torch
 
         # Copy-on-write, as torch has no read-only tensors; nothing is written, so nothing is copied.
@@ -125,11 +129,12 @@ class GGUFCheckpoint(Checkpoint):
                 continue
             part = name.split(".")[2] if name.startswith("blk.") else ""
             turned = heads[part] if self._arch == "llama" and part in heads else None
-            if info.kind.name in formats and len(info.shape) == 2:
+            if info.kind not in _PLAIN and len(info.shape) == 2 and info.shape[1]:
                 rows = torch.from_numpy(_rows(data, info))
                 rows = rows if turned is None else _interleaved_to_halves(rows, turned)
                 identity = partial(self._identity, hf_name)
-                yield hf_name, Quantized(info.kind.name, rows, info.shape[1], partial(_widen, info), identity)
+                stored = Quantized(info.kind.name, rows, info.shape[1], partial(_widen, info), identity)
+                yield hf_name, stored if stored.format in formats else _whole(stored, dtype)
             else:
                 tensor = _read(data, info, torch)
                 yield hf_name, tensor if turned is None else _interleaved_to_halves(tensor, turned)
@@ -277,6 +282,24 @@ def _widen(info: TensorInfo, rows: torch.Tensor) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(_dequantize(rows.numpy(), info))
+
+
+def _whole(stored: Quantized, dtype: torch.dtype | None) -> torch.Tensor:
+    """All rows in `dtype`, from the second start on those that were kept; None: in float32, made anew."""
+    import torch
+
+    from framework import kept  # needs torch
+
+    def fill(tensors: list[torch.Tensor]) -> None:
+        for first, rows in stored.widened():
+            tensors[0][first : first + len(rows)].copy_(rows)
+
+    if dtype is not None and math.prod(stored.shape) >= kept.LEAST:
+        parts = ("widened", stored.identity(), version("gguf"))
+        return kept.kept(parts, (Path(__file__),), [(stored.shape, dtype)], fill)[0]
+    tensor = torch.empty(stored.shape, dtype=dtype or torch.float32)
+    fill([tensor])
+    return tensor
 
 
 def _interleaved_to_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:

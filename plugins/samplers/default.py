@@ -9,7 +9,7 @@ that row alone: company changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from framework import ReferenceBackend, SampleBatch, Sampled, SamplingParams, hookimpl, send
 
 Array = np.ndarray[Any, Any]
+Largest = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 TINY = torch.finfo(torch.float32).tiny
 HUGE = 1e30  # divided by the lowest temperature still a float32
 SPAN = 256  # tokens summed at once when a whole row is searched: one pass and two short searches
@@ -56,7 +57,8 @@ class DefaultSampler:
             logits = logits[setup.random]
         lens = np.array(batch.output_len, np.uint64)[setup.random_owner]
         [uniform] = send([uniforms(setup.seeds, lens)], logits.device)
-        tokens[setup.random] = _draw(logits, setup, uniform)
+        largest = batch.largest or ReferenceBackend().largest
+        tokens[setup.random] = _draw(logits, setup, uniform, largest)
         return Sampled(tokens)
 
     def _penalise(self, logits: torch.Tensor, batch: SampleBatch, penalties: _Penalties) -> None:
@@ -97,7 +99,11 @@ class _Minimum(NamedTuple):
 
 class _Setup:
     """The parameters of one batch as tensors; None where no row needs the thing. `n` rows are random, the filtered
-    among them (top-k, top-p, min-p) are numbered from 0 again."""
+    among them (top-k, top-p, min-p) are numbered from 0 again.
+
+    counts: int64 [filtered], how many of the likeliest tokens to look at first; 0: all. nuclear: those with a top-p;
+    top_p: float64 [nuclear, 1], whole: bool [nuclear, 1], whether there is no other filter.
+    """
 
     def __init__(self, batch: SampleBatch, device: torch.device, vocab: int) -> None:
         self.ids, self.owner = batch.ids, batch.owner
@@ -121,13 +127,15 @@ class _Setup:
         self.filtered = index(filtered)
         self.plain = index(sorted(set(range(len(drawn))) - set(filtered)))
         picked = [drawn[at] for at in filtered]
-        self.top_p, self.min_p = column([max(p.top_p, TINY) for p in picked]), column([p.min_p for p in picked])
-        self.any_min_p = any(p.min_p > 0 for p in picked)
-        limited = [at for at, p in enumerate(picked) if 0 < p.top_k < vocab]
-        self.limited = index(limited)
-        self.max_top_k = max((picked[at].top_k for at in limited), default=0)
-        self.kth = index([picked[at].top_k - 1 for at in limited])
-        self.nuclear = index([at for at, p in enumerate(picked) if p.top_p < 1])
+        self.min_p = column([p.min_p for p in picked])[:, 0] if any(p.min_p > 0 for p in picked) else None
+        nuclear = [at for at, p in enumerate(picked) if p.top_p < 1]
+        self.nuclear = index(nuclear)
+        self.top_p = column([max(picked[at].top_p, TINY) for at in nuclear]).double()
+        cut = [0 < p.top_k < vocab for p in picked]
+        whole = [p.top_p < 1 and not p.min_p > 0 and not limited for p, limited in zip(picked, cut, strict=True)]
+        self.whole = torch.tensor([whole[at] for at in nuclear], dtype=torch.bool, device=device)[:, None]
+        counts = [p.top_k if limited else HEAD * all_ for p, limited, all_ in zip(picked, cut, whole, strict=True)]
+        self.counts = torch.tensor(counts, dtype=torch.int64, device=device)
 
         rows = [
             row
@@ -195,7 +203,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     return ReferenceBackend().argmax(logits)[0]
 
 
-def _draw(logits: torch.Tensor, setup: _Setup, uniform: torch.Tensor) -> torch.Tensor:
+def _draw(logits: torch.Tensor, setup: _Setup, uniform: torch.Tensor, largest: Largest) -> torch.Tensor:
     """int64 [n] from the logits [n, vocab] of the random rows, which may be changed; uniform: float64 [n]."""
     if setup.temperature is not None:
         logits.div_(setup.temperature)
@@ -203,10 +211,10 @@ def _draw(logits: torch.Tensor, setup: _Setup, uniform: torch.Tensor) -> torch.T
     if setup.filtered is None:
         return _search(probs, uniform)
     if setup.plain is None:
-        return _search_filtered(probs, setup, uniform)
+        return _search_filtered(probs, setup, uniform, largest)
     tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
     tokens[setup.plain] = _search(probs[setup.plain], uniform[setup.plain])
-    tokens[setup.filtered] = _search_filtered(probs[setup.filtered], setup, uniform[setup.filtered])
+    tokens[setup.filtered] = _search_filtered(probs[setup.filtered], setup, uniform[setup.filtered], largest)
     return tokens
 
 
@@ -224,52 +232,56 @@ def _search(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return (span * SPAN + _passes(inside, target - before))[:, 0]
 
 
-def _search_filtered(probs: torch.Tensor, setup: _Setup, uniform: torch.Tensor) -> torch.Tensor:
+def _search_filtered(probs: torch.Tensor, setup: _Setup, uniform: torch.Tensor, largest: Largest) -> torch.Tensor:
     """The same over the few tokens that the filters leave, packed to the left: probs [filtered, vocab]."""
     rows, vocab = probs.shape
-    least = probs.new_zeros(rows, 1)
-    if setup.any_min_p:
-        least = torch.maximum(least, setup.min_p * probs.amax(-1, keepdim=True))
-    if setup.limited is not None and setup.kth is not None:
-        some = probs if len(setup.limited) == rows else probs[setup.limited]
-        kth = some.topk(setup.max_top_k).values.gather(1, setup.kth[:, None])
-        least[setup.limited] = torch.maximum(least[setup.limited], kth)
-    untouched = least == 0
+    least = torch.full((rows,), TINY, device=probs.device)
+    if setup.min_p is not None:
+        least = torch.maximum(least, setup.min_p * probs.amax(-1))
+    token, first, kept = _packed(largest(probs, setup.counts, least))
     if setup.nuclear is not None:
-        # Tokens under (1 - top_p) / vocab add up to less than 1 - top_p, so none of them belongs to the nucleus.
-        # Mostly the nucleus is small, and a few of the likeliest tokens tell the threshold itself.
-        least = torch.where(untouched, (1 - setup.top_p) / vocab, least)
-        open_ = untouched[setup.nuclear]
-        if open_.any():
-            some = probs if len(setup.nuclear) == rows else probs[setup.nuclear]
-            head = some.topk(min(HEAD, vocab)).values
-            threshold, reached = _nucleus(head.double(), setup.top_p[setup.nuclear].double())
-            least[setup.nuclear] = torch.where(open_ & reached, threshold.float(), least[setup.nuclear])
-    least = least.clamp_(min=TINY)
-    row, token = (probs >= least).nonzero(as_tuple=True)
-    counts = torch.bincount(row, minlength=rows)
-    first = counts.cumsum(0) - counts
-    place = torch.arange(len(row), device=row.device) - first[row]
-    kept = torch.zeros(rows, int(counts.max()), dtype=torch.float64, device=probs.device)
-    kept[row, place] = probs[row, token].double()
-    if setup.nuclear is not None:
+        ordered, sums, mass = _nucleus(kept, setup.nuclear, setup)
+        short = setup.whole & (sums[:, -1:] < mass)
+        if short.any():
+            # The likeliest tokens do not add up to it. Those under (1 - top_p) / vocab add up to less than 1 - top_p,
+            # so none of them belongs to the nucleus.
+            again = setup.nuclear[short[:, 0]]
+            counts = setup.counts.index_fill(0, again, 0)
+            bound = (1 - setup.top_p[short[:, 0], 0]).float() / vocab
+            token, first, kept = _packed(largest(probs, counts, least.index_copy(0, again, bound.clamp(min=TINY))))
+            ordered, sums, mass = _nucleus(kept, setup.nuclear, setup)
+        inside = (sums - ordered < mass).sum(-1, keepdim=True)
         some = kept[setup.nuclear]
-        ordered = some.sort(-1, descending=True).values
-        # Top-p is a share of what min-p and top-k left; of everything, that is, where there was neither.
-        total = torch.where(untouched[setup.nuclear], 1.0, ordered.cumsum(-1)[:, -1:])
-        threshold, _ = _nucleus(ordered, setup.top_p[setup.nuclear].double() * total)
-        kept[setup.nuclear] = some.masked_fill(some < threshold, 0.0)
-    cumulative = kept.cumsum(-1)
+        kept[setup.nuclear] = some.masked_fill(some < ordered.gather(1, inside - 1), 0.0)
+    cumulative = kept.cumsum(-1, dtype=torch.float64)
     chosen = _passes(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
     return token[first + chosen]
 
 
-def _nucleus(ordered: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest probability of the fewest tokens that add up to `mass`, and whether they do; all float64 [n, 1] but
-    ordered, [n, tokens], which begins with the likeliest."""
+def _packed(found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens of all rows, where each row's begin, float32 [rows, most tokens of a row]: probabilities, then 0)."""
+    token, value, lengths = found
+    first = lengths.cumsum(0) - lengths
+    row = torch.arange(len(lengths), device=token.device).repeat_interleave(lengths)
+    kept = value.new_zeros(len(lengths), int(lengths.max()))
+    kept[row, torch.arange(len(token), device=token.device) - first[row]] = value
+    return token, first, kept
+
+
+def _nucleus(kept: torch.Tensor, rows: torch.Tensor, setup: _Setup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the rows with a top-p, all float64: probabilities, the likeliest first, their cumulative sums, and what those
+    of the nucleus add up to."""
+    ordered = _descending(kept if len(rows) == len(kept) else kept[rows]).double()
     sums = ordered.cumsum(-1)
-    inside = (sums - ordered < mass).sum(-1, keepdim=True)
-    return ordered.gather(1, inside - 1), sums[:, -1:] >= mass
+    # Top-p is a share of what min-p and top-k left; of everything, that is, where there was neither.
+    return ordered, sums, setup.top_p * torch.where(setup.whole, 1.0, sums[:, -1:])
+
+
+def _descending(x: torch.Tensor) -> torch.Tensor:
+    """Each row sorted; numpy's is several times as fast as torch's."""
+    if x.device.type != "cpu":
+        return x.sort(-1, descending=True).values
+    return torch.from_numpy(-np.sort(-x.numpy(), -1))
 
 
 def _passes(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from framework import CacheGroup, Decoder, Meta, Quantized, ReferenceBackend, Rope, Support
+from framework import CacheGroup, Decoder, Meta, Quantized, ReferenceBackend, Rope, Support, kept
 from framework.log import get_logger
 from framework.pages import Arena
 
-from . import CpuOptions, weights
-from .build import BuildError, load
+from . import CpuOptions
+from .build import SOURCES, BuildError, load
 
 PAGE = 16
 """Tokens of a page; a block is one or several."""
@@ -28,6 +29,7 @@ EXACT = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12}
 """Formats that csrc/blocks.h keeps, by ggml's number."""
 ROUNDED = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
 """Formats that become the nearest Q8_0."""
+_ROUNDING = (Path(__file__), *(SOURCES / name for name in ("blocks.h", "formats.h", "int8.h", "dot.h")))
 
 
 class PackedLinear(NamedTuple):
@@ -102,9 +104,10 @@ class CpuBackend(ReferenceBackend):
         ops = torch.ops.framework_cpu
         self._embed, self._pack_blocks = ops.embed.default, ops.pack_blocks.default
         self._pack, self._pack_int8 = ops.pack.default, ops.pack_int8.default
-        self._linear, self._qkv, self._rmsnorm = ops.linear.default, ops.qkv.default, ops.rmsnorm.default
+        self._linear, self._rmsnorm = ops.linear.default, ops.rmsnorm.default
         self._silu_mul, self._rope_store = ops.silu_mul.default, ops.rope_store.default
-        self._plan, self._attention, self._argmax = ops.plan.default, ops.attention.default, ops.argmax.default
+        self._plan, self._attention = ops.plan.default, ops.attention.default
+        self._argmax, self._largest = ops.argmax.default, ops.largest.default
 
     def __getattr__(self, name: str) -> Any:
         # The first use of an operation; who asks `supports` before has them bound by then.
@@ -153,9 +156,9 @@ class CpuBackend(ReferenceBackend):
                 begin += part.shape[0]
 
         # The exact formats are put in order faster than a file of them is hashed.
-        if rows * columns >= weights.LEAST and any(part.format in ROUNDED for part in parts):
+        if rows * columns >= kept.LEAST and any(part.format in ROUNDED for part in parts):
             names = [part.identity() for part in parts]
-            words, scales = weights.kept([_isas()[isa], *names], shapes, fill)
+            words, scales = kept.kept([_isas()[isa], *names], _ROUNDING, shapes, fill)
         else:
             words, scales = tensors = [self._arena.empty(shape, kind).zero_() for shape, kind in shapes]
             fill(tensors)
@@ -172,6 +175,7 @@ class CpuBackend(ReferenceBackend):
         return y
 
     gate_up = linear
+    qkv = ReferenceBackend.qkv
 
     def logits(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
         y: torch.Tensor = self._linear(x, weight.words, weight.scales, weight.rows, weight.bias, True, self._isa)
@@ -181,11 +185,11 @@ class CpuBackend(ReferenceBackend):
         found: tuple[torch.Tensor, torch.Tensor] = self._argmax(logits, self._isa)
         return found
 
-    def qkv(self, x: torch.Tensor, weight: Any, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
-        parts: tuple[torch.Tensor, ...] = self._qkv(
-            x, weight.words, weight.scales, weight.rows, weight.bias, sizes[0], sizes[1], self._isa
-        )
-        return parts
+    def largest(
+        self, x: torch.Tensor, counts: torch.Tensor, least: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._largest(x, counts, least, self._isa)
+        return found
 
     # Layers
 

@@ -7,7 +7,6 @@ was damaged since is made again. `python -m framework.plugins.kernels.cpu.build`
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -15,14 +14,16 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from framework.kept import locked
 from framework.machine import cache_folder, cpu_flags, cpus
+
+from . import fakes
 
 SOURCES = Path(__file__).with_name("csrc")
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mprefer-vector-width=512"
@@ -67,6 +68,7 @@ def load(say: Callable[[str], None]) -> list[str]:
     if not hasattr(torch.ops.framework_cpu, "isas"):
         try:
             torch.ops.load_library(str(library(say)))  # type: ignore[no-untyped-call]
+            fakes.register()
         except (OSError, RuntimeError) as error:
             raise BuildError(f"the compiled library cannot be loaded: {error}") from error
     names: list[str] = torch.ops.framework_cpu.isas()
@@ -164,14 +166,6 @@ def _whole(entry: Path) -> bool:
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """While it holds, no other process that asks for the same path goes on."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 // Operations that touch every value once: residual and norm, activation, rotation.
 #pragma once
+#include <algorithm>
 #include <cmath>
+#include <functional>
+#include <vector>
 
 #include "bytes.h"
 #include "dot.h"
@@ -89,6 +92,58 @@ inline void argmax(Team& team, const Matrix& x, int64_t* places, float* values) 
         for (place = 0; row[place] == row[place];) place++;
       places[r] = place;
       values[r] = best;
+    }
+  });
+}
+
+// Of each row, which columns are not less than `least`, nor than the counts-th largest. What may be among them is gathered
+// under a bound that rises whenever there is twice as much of it as is needed.
+inline void find_largest(Team& team, const Matrix& x, const int64_t* counts, const float* least,
+                         std::vector<int32_t>* found) {
+  constexpr int64_t STRIDE = 8 * W, ROOM = 1024;
+  split(team, x.rows, [&](int64_t begin, int64_t end) {
+    std::vector<float> values;
+    for (int64_t r = begin; r < end; r++) {
+      const float* row = static_cast<const float*>(x.data) + r * x.pitch;
+      const int64_t n = x.columns, most = counts[r] > 0 ? std::min(counts[r], n) : n;
+      std::vector<int32_t>& some = found[r];
+      int64_t size = 0, room = std::min(2 * most + 64, ROOM);
+      float bound = least[r];
+      some.resize(room + STRIDE);
+      auto take = [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) {  // no branch: nobody could foresee it
+          some[size] = int32_t(i);
+          size += row[i] >= bound;
+        }
+      };
+      auto cut = [&] {
+        if (size <= most) return;
+        values.resize(size);
+        for (int64_t i = 0; i < size; i++) values[i] = row[some[i]];
+        std::nth_element(values.begin(), values.begin() + (most - 1), values.end(), std::greater<float>());
+        bound = values[most - 1];
+        const int64_t before = size;
+        size = 0;
+        for (int64_t i = 0; i < before; i++) {
+          const int32_t at = some[i];
+          some[size] = at;
+          size += row[at] >= bound;
+        }
+      };
+      int64_t i = 0;
+      for (; i + STRIDE <= n; i += STRIDE) {
+        vf top = get(row + i);
+        for (int64_t j = W; j < STRIDE; j += W) top = max(top, get(row + i + j));
+        if (largest(top) < bound) continue;
+        take(i, i + STRIDE);
+        if (size < room) continue;
+        cut();
+        room = std::max(room, 2 * size + 64);  // of equals there may be more than `most`
+        some.resize(room + STRIDE);
+      }
+      take(i, n);
+      cut();
+      some.resize(size);
     }
   });
 }

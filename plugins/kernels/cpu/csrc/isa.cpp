@@ -33,6 +33,7 @@ constexpr Kernels table = {
     Alone<attention<D>>::run,
     decoder<D>,
     Alone<argmax>::run,
+    Alone<find_largest>::run,
 };
 
 extern const Kernels* const kernels[2];

@@ -2,6 +2,7 @@
 // float32 or bfloat16, unless it is named.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 // rows x columns values, `pitch` from row to row.
 struct Matrix {
@@ -115,4 +116,6 @@ struct Kernels {
   void (*decoder)(int threads, const Decoder& work);
   // The first of each row's largest values, and that value: NaN if one is.
   void (*argmax)(int threads, const Matrix& x, int64_t* places, float* values);
+  // Of each row, which columns are not less than `least`, nor than the counts-th largest (0: any), ascending.
+  void (*largest)(int threads, const Matrix& x, const int64_t* counts, const float* least, std::vector<int32_t>* found);
 };

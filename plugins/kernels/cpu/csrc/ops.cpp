@@ -82,12 +82,6 @@ Tensor linear(const Tensor& x, const Tensor& words, const OptionalTensor& scales
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> qkv(const Tensor& x, const Tensor& words, const OptionalTensor& scales, int64_t n,
-                                       const OptionalTensor& bias, int64_t q, int64_t k, int64_t isa) {
-  Tensor y = linear(x, words, scales, n, bias, false, isa);
-  return {y.narrow(1, 0, q), y.narrow(1, q, k), y.narrow(1, q + k, n - q - k)};
-}
-
 Tensor rmsnorm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps, int64_t isa) {
   const Kernels& table = kernels(isa, x);
   TORCH_CHECK(weight.is_contiguous() && weight.scalar_type() == x.scalar_type() && weight.numel() == x.size(-1));
@@ -175,6 +169,25 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& x, int64_t isa) {
   return {places, values};
 }
 
+std::tuple<Tensor, Tensor, Tensor> largest(const Tensor& x, const Tensor& counts, const Tensor& least, int64_t isa) {
+  TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() == 2 && x.size(1) > 0 && x.size(1) < 1ll << 31);
+  TORCH_CHECK(counts.numel() == x.size(0) && least.numel() == x.size(0), "a count and a bound for each row");
+  std::vector<std::vector<int32_t>> found(x.size(0));
+  kernels(isa, x).largest(threads(x.numel(), 2 * PRODUCTS), matrix(x), data<int64_t>(counts), data<float>(least),
+                          found.data());
+  Tensor lengths = at::empty({x.size(0)}, x.options().dtype(at::kLong));
+  int64_t total = 0;
+  for (size_t r = 0; r < found.size(); r++) total += lengths.data_ptr<int64_t>()[r] = found[r].size();
+  Tensor columns = at::empty({total}, lengths.options()), values = at::empty({total}, x.options());
+  int64_t* column = columns.data_ptr<int64_t>();
+  float* value = values.data_ptr<float>();
+  for (size_t r = 0; r < found.size(); r++) {
+    const float* row = x.const_data_ptr<float>() + r * x.stride(0);
+    for (int32_t i : found[r]) *column++ = i, *value++ = row[i];
+  }
+  return {columns, values, lengths};
+}
+
 }  // namespace
 
 TORCH_LIBRARY(framework_cpu, m) {
@@ -184,9 +197,6 @@ TORCH_LIBRARY(framework_cpu, m) {
   m.def("pack_blocks(Tensor data, int format, int first, Tensor(a!) words, Tensor(b!) numbers, int isa) -> ()");
   m.def("embed(Tensor tokens, Tensor words, Tensor? numbers, int n, ScalarType dtype, int isa) -> Tensor");
   m.def("linear(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, bool wide, int isa) -> Tensor");
-  m.def(
-      "qkv(Tensor x, Tensor words, Tensor? scales, int n, Tensor? bias, int q, int k, int isa) "
-      "-> (Tensor, Tensor, Tensor)");
   m.def("rmsnorm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps, int isa) -> Tensor");
   m.def("silu_mul(Tensor x, int isa) -> Tensor");
   m.def(
@@ -197,6 +207,7 @@ TORCH_LIBRARY(framework_cpu, m) {
       "attention(Tensor q, Tensor keys, Tensor values, Tensor blocks, Tensor cu_lens, Tensor seq_lens, Tensor tasks, "
       "Tensor counters, float scale, int window, int isa) -> Tensor");
   m.def("argmax(Tensor x, int isa) -> (Tensor, Tensor)");
+  m.def("largest(Tensor x, Tensor counts, Tensor least, int isa) -> (Tensor, Tensor, Tensor)");
   m.class_<Layers>("Layers")
       .def(torch::init<std::vector<LayerTensors>, int64_t, int64_t, double, double, int64_t>())
       .def("run", &Layers::run);
@@ -208,11 +219,11 @@ TORCH_LIBRARY_IMPL(framework_cpu, CPU, m) {
   m.impl("pack_blocks", pack_blocks);
   m.impl("embed", embed);
   m.impl("linear", linear);
-  m.impl("qkv", qkv);
   m.impl("rmsnorm", rmsnorm);
   m.impl("silu_mul", silu_mul);
   m.impl("rope_store", rope_store);
   m.impl("plan", plan);
   m.impl("attention", attention);
   m.impl("argmax", argmax);
+  m.impl("largest", largest);
 }

@@ -7,11 +7,13 @@ the right size or has no name at the end counts as absent. Nothing is ever delet
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -19,11 +21,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from framework.log import get_logger
-from framework.machine import cache_folder, size
-from framework.pages import zeros
-
-from .build import SOURCES, locked
+from .log import get_logger
+from .machine import cache_folder, size
+from .pages import zeros
 
 LEAST = 1 << 18
 """Values of a weight that is worth a file."""
@@ -32,14 +32,20 @@ SPARE = 1 << 30
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 _log = get_logger(__name__)
+_warned: set[Path] = set()
 
 
 def kept(
-    parts: Iterable[str], shapes: Sequence[Shape], make: Callable[[list[torch.Tensor]], None]
+    parts: Iterable[str], sources: Sequence[Path], shapes: Sequence[Shape], make: Callable[[list[torch.Tensor]], None]
 ) -> list[torch.Tensor]:
-    """The tensors that `make` fills in, which are zero before: mapped, if they were made and kept already. `parts`:
-    what they depend on, besides the code here."""
-    name = hashlib.sha256("\n".join([_code(), *parts]).encode()).hexdigest()
+    """The tensors that `make` fills in, which are zero before: mapped, if they were made and kept already. May be
+    written to; the entry stays what it is.
+
+    parts: what they depend on, besides their shapes and types, and the code here and in the files `sources`. Where they
+    cannot be kept, a warning says so, once for each folder.
+    """
+    layout = [f"{list(shape)} {dtype}" for shape, dtype in shapes]
+    name = hashlib.sha256("\n".join([_code(*sources), *parts, *layout]).encode()).hexdigest()
     path = cache_folder("weights") / name
     found = _map(path, shapes)
     if found is None:
@@ -48,17 +54,25 @@ def kept(
         try:
             _write(path, found)
         except OSError as error:  # slower next time, and no worse
-            _log.warning("converted weights are not kept", folder=str(path.parent), reason=str(error))
+            if path.parent not in _warned:
+                _warned.add(path.parent)
+                _log.warning("converted weights are not kept", folder=str(path.parent), reason=str(error))
         else:
             found = _map(path, shapes) or found  # pages that the system can drop and read again
     return found
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """While it holds, no other process that asks for the same path goes on."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @cache
-def _code() -> str:
-    headers = (SOURCES / name for name in ("blocks.h", "formats.h", "int8.h", "dot.h"))
-    files = [Path(__file__), Path(__file__).with_name("backend.py"), *headers]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+def _code(*sources: Path) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in (Path(__file__), *sources))).hexdigest()
 
 
 def _places(shapes: Sequence[Shape]) -> list[int]:

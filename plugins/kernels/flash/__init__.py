@@ -1,0 +1,13 @@
+"""`--kernel flash`: attention by a FlashAttention library that is installed. docs/kernels.md describes it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class FlashOptions(BaseModel):
+    library: Literal["auto", "torch", "flashinfer", "flash-attn"] = Field(
+        default="auto", description="Whose FlashAttention; auto: the first of those installed that fits."
+    )
