@@ -18,7 +18,7 @@ from .defaults import model_class
 from .errors import ConfigError, ModelError, PluginError
 from .executor import Done, Executor, Pending
 from .kernels import Batch, KernelBackend, Meta, Quantized
-from .kv import Capacity
+from .kv import KV_DTYPES, Capacity
 from .model import Checkpoint, Model
 from .plan import Copy, Logprobs, Plan, StepResult
 from .registry import Plugins
@@ -94,7 +94,7 @@ class TorchExecutor(Executor):
             self.notes += [f"weights stay quantised, as the file has them: {', '.join(sorted(packed))}"]
         spec = self.model.cache_spec(settings.block_size)
         if settings.kv_dtype != "auto":
-            spec = replace(spec, dtype=settings.kv_dtype)
+            spec = replace(spec, dtype=KV_DTYPES[settings.kv_dtype])
         self.cache_spec = spec
         cache_dtype: torch.dtype = getattr(torch, spec.dtype)
         block_bytes = sum(self.backend.block_bytes(g, cache_dtype, spec.block_size) for g in spec.groups)

@@ -53,7 +53,7 @@ def build(model: Path, **flags: Any) -> LLM:
 
 
 def test_auto_takes_the_first_backend_that_can(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["partial", "tiled", "cpu", "torch"]
+    names = ["partial", "tiled", "cpu", "triton", "torch"]
     find = Plugins.providers
 
     def providers(self: Plugins, kind: str | None = None) -> list[Provider]:
@@ -100,7 +100,7 @@ def test_messages_name_the_flag_that_selects_or_sets(tiny_llama: Path) -> None:
     plugins = load_plugins([("extra", Extra())])
     for kind, said in (
         ("model", "--model-impl x: no such model; available: llama"),
-        ("kernel", "--kernel x: no such kernel; available: cpu, partial, tiled, torch"),
+        ("kernel", "--kernel x: no such kernel; available: cpu, partial, tiled, torch, triton"),
         ("plugin", "--plugin x: no such plugin"),
         ("policy", "policy x: no such policy; available: mine"),
     ):

@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from framework.plugins.kernels.triton import attention, elementwise
 from triton.backends.compiler import GPUTarget
@@ -27,7 +26,8 @@ POINTERS = {
     },
     "combine": {"out": 0, "parts": "fp32", "sums": "fp32", "cu_lens": "i32"},
     "rope_store": {
-        "q": 0, "k": 0, "v": 0, "positions": "i64", "cos": "fp32", "sin": "fp32", "slots": "i64", "keys": 1, "values": 1,
+        "q": 0, "k": 0, "v": 0, "positions": "i64", "cos": "fp32", "sin": "fp32", "slots": "i64",
+        "keys": 1, "values": 1,
     },
     "add_rmsnorm": {"out": 0, "residual": 0, "x": 0, "weight": 0},
     "silu_mul": {"out": 0, "x": 0},
@@ -56,28 +56,19 @@ def compile_one(case: list[Any]) -> dict[str, Any]:
     source = ASTSource(kernel, signature, constants, attrs)
     target = GPUTarget("cuda", arch, 32)
     built = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
-    return {"shared": built.metadata.shared, **resources(built.asm["ptx"], arch)}
+    return {"shared": built.metadata.shared, **resources(built.asm["cubin"])}
 
 
-def resources(ptx: str, arch: int) -> dict[str, int]:
-    """Registers and spilled bytes, by the assembler."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    ptxas = get_ptxas(arch)
-    path = getattr(ptxas, "path", None) or ptxas[0]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx)
-        target = re.search(r"\.target (sm_\w+)", ptx)
-        assert target
-        done = subprocess.run(
-            [path, "-v", f"--gpu-name={target[1]}", str(file), "-o", "/dev/null"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-    registers = re.search(r"Used (\d+) registers", done.stderr)
-    spills = re.search(r"(\d+) bytes spill stores", done.stderr)
-    assert registers and spills, done.stderr
-    return {"registers": int(registers[1]), "spills": int(spills[1])}
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and its bytes of stack: what did not fit them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        done = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    assert found, done.stdout
+    return {"registers": int(found[1]), "spills": int(found[2])}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,12 @@ def _cpu(options: CpuOptions, settings: Settings) -> KernelBackend:
     return CpuBackend(options, settings.quantization)
 
 
+def _triton(settings: Settings) -> KernelBackend:
+    from .triton.backend import TritonBackend
+
+    return TritonBackend(settings)
+
+
 def _torch() -> KernelBackend:
     from .torch_backend import TorchBackend
 
@@ -29,5 +35,6 @@ def providers() -> list[Provider]:
     """In the order in which `--kernel auto` asks them."""
     return [
         Provider("kernel", "cpu", _cpu, CpuOptions, summary="C++ compiled for this CPU; float32 and bfloat16"),
+        Provider("kernel", "triton", _triton, summary="Triton kernels for CUDA devices from capability 8.0 on"),
         Provider("kernel", "torch", _torch, summary="plain torch on any device; oneDNN weights on CPU"),
     ]

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,6 @@ from .tiles import BLOCK_SIZES, HEAD_DIMS
 
 if TYPE_CHECKING:
     from framework.settings import Settings
-
-    from . import launch as Launch
 
 LEAST = (8, 0)
 """CUDA capability below which the kernels spill registers."""
@@ -42,25 +41,21 @@ class TritonMeta(Meta):
     ) -> TritonMeta:
         """For `rows` requests with `tokens` new tokens in all, `sampled` of them sampled, and for each group of layers
         a table so many blocks wide."""
-        shapes = [((tokens,), torch.int64)] * len(widths) + [((sampled,), torch.int64)]
-        shapes += [((rows + 1,), torch.int32), ((rows,), torch.int32)]
+        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((tokens,), torch.int64) for _ in widths]
+        shapes += [((sampled,), torch.int64), ((rows + 1,), torch.int32), ((rows,), torch.int32)]
         shapes += [((rows, width), torch.int32) for width in widths]
-        sizes = [-(-np.prod(shape, dtype=int) * dtype.itemsize // 16) * 16 for shape, dtype in shapes]
-        ends = np.cumsum(sizes).tolist()
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in shapes]
+        ends = list(accumulate(-(-size // 16) * 16 for size in sizes))
         meta = cls()
         meta.buffer = torch.empty(ends[-1], dtype=torch.uint8, device=device, pin_memory=pinned)
-        views = []
-        for (shape, dtype), end, size in zip(shapes, ends, sizes, strict=True):
-            count = int(np.prod(shape, dtype=int)) * dtype.itemsize
-            views.append(meta.buffer[end - size : end - size + count].view(dtype).view(shape))
+        views = [
+            meta.buffer[begin : begin + size].view(dtype).view(shape)
+            for begin, size, (shape, dtype) in zip([0, *ends], sizes, shapes, strict=False)
+        ]
         groups = len(widths)
         meta.slots, meta.tables = tuple(views[:groups]), tuple(views[groups + 3 :])
         meta.logits_rows, meta.cu_lens, meta.seq_lens = views[groups : groups + 3]
         return meta
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.cu_lens, self.seq_lens, self.logits_rows, *self.slots, *self.tables]
 
 
 class TritonBackend(ReferenceBackend):
@@ -134,13 +129,16 @@ class TritonBackend(ReferenceBackend):
     # Operations
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _launch().silu_mul(x)
-        return y
+        from . import launch
+
+        return launch.silu_mul(x)
 
     def add_rmsnorm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _launch().add_rmsnorm(x, residual, weight, eps)
+        from . import launch
+
+        return launch.add_rmsnorm(x, residual, weight, eps)
 
     def rope_store(
         self,
@@ -153,25 +151,21 @@ class TritonBackend(ReferenceBackend):
         group: int,
         meta: Meta,
     ) -> torch.Tensor:
-        return _launch().rope_store(q, k, v, positions, *rope, meta.slots[group], *cache)
+        from . import launch
+
+        return launch.rope_store(q, k, v, positions, *rope, meta.slots[group], cache.k, cache.v)
 
     def attention(
         self, q: torch.Tensor, cache: Any, group: int, meta: Meta, scale: float, window: int | None
     ) -> torch.Tensor:
+        from . import launch
+
         assert isinstance(meta, TritonMeta)
-        kernels, tables = _launch(), meta.tables[group]
+        tables, device = meta.tables[group], launch.device_of(q.device)
         heads = q.shape[1], cache.k.shape[1], q.shape[2]
         room = tables.shape[1] * cache.k.shape[2]
-        device = kernels.device_of(q.device)
-        parts = kernels.plan(device, q.shape[0], len(meta.seq_lens), room, meta.kinds, heads, q.dtype.itemsize)
-        return kernels.attention(parts, q, *cache, tables, meta.cu_lens, meta.seq_lens, scale, window)
-
-
-@cache
-def _launch() -> Any:
-    from . import launch
-
-    return launch
+        parts = launch.plan(device, q.shape[0], len(meta.seq_lens), room, meta.kinds, heads, q.dtype.itemsize)
+        return launch.attention(parts, q, cache.k, cache.v, tables, meta.cu_lens, meta.seq_lens, scale, window)
 
 
 def _interpreted() -> bool:

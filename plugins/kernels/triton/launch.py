@@ -3,7 +3,8 @@ launch stays right while contexts grow. Imports triton, so only the backend impo
 
 from __future__ import annotations
 
-from math import log2
+from functools import cache
+from math import e, log2
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,6 @@ from .tiles import Tile, attend_tiles, padded, splits
 LIMITS = {torch.float8_e5m2: 57344.0, torch.float8_e4m3fn: 448.0}
 """Largest numbers of types that are converted to by saturating."""
 WARPS = 4
-ROWS = 16
-"""Heads that a program of `rope_store` turns."""
 ELEMENTS = 2048
 """That a program of the row-wise kernels takes, or one row."""
 
@@ -34,10 +33,11 @@ class Part(NamedTuple):
 class Device(NamedTuple):
     """capability: of CUDA; the interpreter's is any. processors: that run at the same time."""
 
-    capability: tuple[int, int] = (9, 0)
+    capability: tuple[int, int] = (8, 0)
     processors: int = 8
 
 
+@cache
 def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device()
@@ -108,7 +108,7 @@ def attention(
         q = q.contiguous()
     requests = seq_lens.shape[0]
     if not cap:
-        scale *= log2(2.718281828459045)
+        scale *= log2(e)
     for part in parts:
         sums = some = out
         if part.splits > 1:
@@ -130,9 +130,10 @@ def attention(
 def rope_constants(
     heads: int, kv_heads: int, head_dim: int, half: int, block_size: int, kind: torch.dtype
 ) -> dict[str, Any]:
+    width = padded(half, 1)
     return {
-        "HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "DP": padded(head_dim), "HALF": half,
-        "HP": padded(half, 1), "BLOCK": block_size, "ROWS": ROWS, "LIMIT": LIMITS.get(kind, 0.0),
+        "HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "DP": padded(head_dim), "HALF": half, "HP": width,
+        "BLOCK": block_size, "ROWS": min(64, max(16, ELEMENTS // width)), "LIMIT": LIMITS.get(kind, 0.0),
     }  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def rope_store(
     q, k, v = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (q, k, v))
     if tokens:
         constants = rope_constants(heads, k.shape[1], head_dim, cos.shape[1], keys.shape[2], keys.dtype)
-        programs = -(-tokens * heads // ROWS) + -(-tokens * k.shape[1] // ROWS)
+        programs = sum(-(-tokens * count // constants["ROWS"]) for count in (heads, k.shape[1]))
         elementwise.rope_store[(programs,)](
             q, k, v, positions, cos, sin, slots, keys, values, tokens, q.stride(0), k.stride(0), v.stride(0),
             cos.stride(0), **constants, num_warps=WARPS,

@@ -22,16 +22,19 @@ class Tile(NamedTuple):
 ATTEND = {
     # (least capability, bytes of an activation, largest padded head): (one new token, more of them)
     ((8, 0), 2, 64): (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3)),
-    ((8, 0), 2, 128): (Tile(16, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ((8, 0), 2, 128): (Tile(16, 64, 4, 2), Tile(64, 64, 8, 2)),
     ((8, 0), 2, 256): (Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)),
+    # Products of whole warp groups, and more than twice the shared memory of the parts between 8.0 and 9.0.
     ((9, 0), 2, 64): (Tile(16, 64, 4, 3), Tile(128, 64, 8, 3)),
     ((9, 0), 2, 128): (Tile(16, 64, 4, 3), Tile(128, 64, 8, 2)),
     ((9, 0), 2, 256): (Tile(16, 32, 4, 3), Tile(64, 64, 8, 2)),
     # In float32 proper there are no tensor cores: small tiles, or their sums do not fit the registers.
     ((8, 0), 4, 64): (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2)),
-    ((8, 0), 4, 128): (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2)),
-    ((8, 0), 4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+    ((8, 0), 4, 128): (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2)),
+    ((8, 0), 4, 256): (Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
 }
+ATTEND |= {((12, 0), *key[1:]): tiles for key, tiles in ATTEND.items() if key[0] == (8, 0)}
+"""12.0 is made like 8.9: 99 KiB of shared memory, and products of single warps."""
 MOST_ROWS = 64
 """Of a tile for one new token: query heads of one kv head that are served at once."""
 MOST_SPLITS = 64
