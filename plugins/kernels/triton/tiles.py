@@ -30,7 +30,7 @@ ATTEND = {
     ((9, 0), 2, 256): (Tile(16, 32, 4, 3), Tile(64, 64, 8, 2)),
     # In float32 proper there are no tensor cores: small tiles, or their sums do not fit the registers.
     ((8, 0), 4, 64): (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2)),
-    ((8, 0), 4, 128): (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2)),
+    ((8, 0), 4, 128): (Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
     ((8, 0), 4, 256): (Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
 }
 ATTEND |= {((12, 0), *key[1:]): tiles for key, tiles in ATTEND.items() if key[0] == (8, 0)}
