@@ -33,7 +33,8 @@ class Step:
     rows: int64 [R], tokens: int64 [T], positions: int64 [T]. sampled: the requests that are sampled, None if nobody is.
     advanced: the arrays are those of the step before, with each of its requests one token further. moved: then,
     whether a token begins a block or a table changed. fed: int64 [2, n], entries of `tokens` that only the device knows
-    (they are anything), and which of `Rows.unknown` they are; None: there are none.
+    (they are anything), and which of `Rows.unknown` they are; None: there are none, or the step is advanced and they
+    are all of them.
     """
 
     __slots__ = (
@@ -74,12 +75,12 @@ class Step:
 class Sampling:
     """Tokens that a step has sampled, before the host knows them.
 
-    index, at: int64 [R], rows of `Rows.tokens`, and where in them they go. tokens: int64 [R], where they were sampled.
-    wait: brings them here.
+    index, at: int64 [R], rows of `Rows.tokens`, and where in them they go. turn: of `Rows`, then. tokens: int64 [R],
+    where they were sampled. wait: brings them here.
     """
 
-    def __init__(self, step: Step, index: Array, at: Array, born: Array, tokens: Any, wait: Callable[[], list[int]]):
-        self.step, self.index, self.at, self.born, self.tokens = step, index, at, born, tokens
+    def __init__(self, index: Array, at: Array, turn: int, tokens: Any, wait: Callable[[], list[int]]) -> None:
+        self.index, self.at, self.turn, self.tokens = index, at, turn, tokens
         self._wait: Callable[[], list[int]] | None = wait
         self._values: list[int] = []
 
@@ -110,9 +111,8 @@ class Rows:
         self.params: list[SamplingParams] = [_NO_PARAMS] * rows
         self.extra: list[dict[str, Any]] = [{}] * rows
         self.unknown: Sampling | None = None
-        self._source: Array = np.full(rows, -1, np.int64)  # which of the unknown tokens is a row's, -1: none
-        self._born: Array = np.zeros(rows, np.int64)  # changes with a row's owner
-        self._births = 0
+        self._turn = 0  # plans in which somebody came or left
+        self._born: Array = np.zeros(rows, np.int64)  # by row, the turn in which its owner came or left
         self._free = list(range(rows - 1, -1, -1))
         self._last: Step | None = None  # a decode step that was sampled, and nobody came or left since
 
@@ -120,6 +120,7 @@ class Rows:
         """Drop who finished or was preempted, then take in who is new or resumed; a known id is replaced."""
         if plan.finished or plan.preempted or plan.new:
             self._last = None
+            self._turn += 1
         for id in plan.finished:
             self._drop(id)
         for preempted in plan.preempted:
@@ -174,7 +175,9 @@ class Rows:
         step.advanced = step.moved = False
         step.counters = step.fed = None
         if self.unknown is not None:
-            source = np.where(samples, self._source[rows], -1)
+            source = np.full(len(self.params), -1, np.int64)
+            source[self.unknown.index] = np.where(self._own(self.unknown), np.arange(len(self.unknown.index)), -1)
+            source = np.where(samples, source[rows], -1)
             at = np.flatnonzero(source >= 0)
             step.fed = np.stack((last[at] - 1, source[at])) if len(at) else None
         if all(samples_) and max(counts) == 1:
@@ -204,7 +207,7 @@ class Rows:
         begins = step.left == 0
         step.left = self._left(step.positions) if begins else step.left - 1
         step.advanced, step.moved = True, begins or bool(changes)
-        step.fed = None if self.unknown is None else np.tile(np.arange(len(starts)), (2, 1))
+        step.fed = None
         return True
 
     def _left(self, positions: Array) -> int:
@@ -222,9 +225,7 @@ class Rows:
             self._last = step
         self._fit(int(at.max()) + 1)
         self.length[index] = at + 1
-        self._source[:] = -1
-        self._source[index] = np.arange(len(index))
-        self.unknown = Sampling(step, index, at, self._born[index], tokens, wait)
+        self.unknown = Sampling(index, at, self._turn, tokens, wait)
         self.settle()
         return self.unknown
 
@@ -234,12 +235,19 @@ class Rows:
         last = self.unknown is sampling
         if last:
             self.unknown = None
-        new = np.array(sampling.values(), np.int64)
-        own = self._born[sampling.index] == sampling.born
-        self.tokens[sampling.index[own], sampling.at[own]] = new[own]
+        values = sampling.values()
+        if sampling.turn == self._turn:
+            self.tokens[sampling.index, sampling.at] = values
+        else:
+            own = self._own(sampling)
+            self.tokens[sampling.index[own], sampling.at[own]] = np.array(values)[own]
         if last and self._last is not None:
-            self._last.tokens[:] = new
-        return sampling.values()
+            self._last.tokens[:] = values
+        return values
+
+    def _own(self, sampling: Sampling) -> Array:
+        """bool [R]: whose rows are still those of the requests that were sampled."""
+        return self._born[sampling.index] <= sampling.turn
 
     def append(self, rows: Array, tokens: Array) -> None:
         """Add one sampled token to each of these rows."""
@@ -260,8 +268,7 @@ class Rows:
             if not self._free:
                 self._grow()
             row = self.index[data.id] = self._free.pop()
-        self._births += 1
-        self._born[row], self._source[row] = self._births, -1
+        self._born[row] = self._turn
         count = len(data.tokens)
         self._fit(count + 1)
         self.tokens[row, :count] = data.tokens
@@ -276,7 +283,7 @@ class Rows:
         row = self.index.pop(id, None)
         if row is not None:
             self._free.append(row)
-            self._born[row] = self._source[row] = -1
+            self._born[row] = self._turn
             self.params[row], self.extra[row] = _NO_PARAMS, {}
             self.added.pop(id, None)
             self.removed[id] = None
@@ -287,7 +294,7 @@ class Rows:
 
     def _grow(self) -> None:
         rows = len(self.params)
-        self.tokens, self.length, self.prompt_len, self.seeds, self._born, self._source, *self.tables = (
+        self.tokens, self.length, self.prompt_len, self.seeds, self._born, *self.tables = (
             np.concatenate([array, np.zeros_like(array)])
             for array in (
                 self.tokens,
@@ -295,7 +302,6 @@ class Rows:
                 self.prompt_len,
                 self.seeds,
                 self._born,
-                self._source,
                 *self.tables,
             )
         )

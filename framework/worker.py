@@ -335,18 +335,24 @@ class TorchExecutor(Executor):
             logprobs: dict[str, tuple[Logprobs, ...]] = {}
             if drawn.unmodified is not None:
                 counts = [params[row].logprobs or 0 for row in drawn.asked]
-                found = log_probabilities(drawn.unmodified, drawn.tokens[drawn.asked], counts)
+                with torch.inference_mode():
+                    found = log_probabilities(drawn.unmodified, drawn.tokens[drawn.asked], counts)
                 logprobs = {ids[at]: (one,) for at, one in zip(drawn.asked, found, strict=True) if ids[at] in tokens}
             times = (*stages, ("sampling", forwarded, ns()))
             return StepResult(plan.step, tokens=tokens, logprobs=logprobs, errors=errors, stages=times)
 
-        return torch.inference_mode()(finish), fetched.ready
+        return finish, fetched.ready
 
     def _feed(self, step: Step, tokens: torch.Tensor) -> None:
         """Fill in the tokens that only the device knows so far."""
-        if step.fed is not None and self._rows.unknown is not None:
+        if self._rows.unknown is None:
+            return
+        known = self._rows.unknown.tokens.clamp(0, self.spec.vocab_size - 1)
+        if step.advanced:
+            tokens.copy_(known)
+        elif step.fed is not None:
             [(at, source)] = self.device.send([step.fed])
-            tokens[at] = self._rows.unknown.tokens[source].clamp(0, self.spec.vocab_size - 1)
+            tokens[at] = known[source]
 
     def _release(self) -> None:
         self._inputs = None
