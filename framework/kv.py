@@ -11,6 +11,9 @@ import msgspec
 from .plan import Copy, Delta
 from .types import Request
 
+KV_DTYPES = {"int8": "int8", "fp8_e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3fn"}
+"""torch's names of the values of `--kv-dtype`, besides "auto"."""
+
 
 class CacheGroup(msgspec.Struct, frozen=True):
     """Layers whose keys and values share one block table."""

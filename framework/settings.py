@@ -122,8 +122,11 @@ class Settings(BaseSettings):
     kv: str = setting("paged", "KV cache", "KV cache provider.")
     kv_opt: dict[str, Any] = setting({}, "KV cache", "Option of the KV cache, key=value; repeatable.")
     block_size: Annotated[int, Field(ge=1, le=2**16)] = setting(16, "KV cache", "Tokens per KV block.")
-    kv_dtype: Literal["auto", "int8"] = setting(
-        "auto", "KV cache", "Type of keys and values; auto: that of activations; int8: a scale per token and head."
+    kv_dtype: Literal["auto", "int8", "fp8_e5m2", "fp8_e4m3"] = setting(
+        "auto",
+        "KV cache",
+        "Type of keys and values; auto: that of activations; int8: a scale per token and head; fp8: 8-bit floats, no "
+        "scale.",
     )
     kv_memory: str | None = setting(
         None,

@@ -22,7 +22,7 @@ from .executor import Done, Executor, Later, Pending
 from .graphs import Graphs, Inputs, graph_memory, ladder
 from .halving import Halving, Launched
 from .kernels import Batch, GraphLimits, KernelBackend, Meta, Quantized
-from .kv import Capacity
+from .kv import KV_DTYPES, Capacity
 from .model import Checkpoint, Model
 from .plan import Copy, Logprobs, Plan, StepResult
 from .registry import Plugins
@@ -115,7 +115,7 @@ class TorchExecutor(Executor):
             self.notes += [f"weights stay quantised, as the file has them: {', '.join(sorted(packed))}"]
         spec = self.model.cache_spec(settings.block_size)
         if settings.kv_dtype != "auto":
-            spec = replace(spec, dtype=settings.kv_dtype)
+            spec = replace(spec, dtype=KV_DTYPES[settings.kv_dtype])
         self.cache_spec = spec
         cache_dtype: torch.dtype = getattr(torch, spec.dtype)
         block_bytes = sum(self.backend.block_bytes(g, cache_dtype, spec.block_size) for g in spec.groups)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # it counts when triton is first imported, by whoever does
+
 from checkpoints import tiny_checkpoint, tiny_gguf
 
 

@@ -190,5 +190,5 @@ def test_who_has_a_cache_of_8_bits(tiny_llama: Path) -> None:
         assert llm.engine.stats().preemptions_swap
     with pytest.raises(ConfigError, match="torch: it has no --kv-dtype int8"):
         LLM(str(tiny_llama), kv_dtype="int8", kernel="torch", **FLAGS)
-    with pytest.raises(ConfigError, match=r"--kv-dtype: must be 'auto' or 'int8', got 'fp8'"):
+    with pytest.raises(ConfigError, match=r"--kv-dtype: must be 'auto', 'int8', 'fp8_e5m2' or 'fp8_e4m3', got 'fp8'"):
         LLM(str(tiny_llama), kv_dtype="fp8", **FLAGS)

@@ -100,7 +100,7 @@ def test_messages_name_the_flag_that_selects_or_sets(tiny_llama: Path) -> None:
     plugins = load_plugins([("extra", Extra())])
     for kind, said in (
         ("model", "--model-impl x: no such model; available: llama"),
-        ("kernel", "--kernel x: no such kernel; available: cpu, flash, partial, tiled, torch"),
+        ("kernel", "--kernel x: no such kernel; available: cpu, flash, partial, tiled, torch, triton"),
         ("plugin", "--plugin x: no such plugin"),
         ("policy", "policy x: no such policy; available: mine"),
     ):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ..kernels import OPS, Batch, Decoder, DecoderLayer, KernelBackend, Rope
-from ..kv import CacheGroup
+from ..kv import KV_DTYPES, CacheGroup
 from ..model import ModelSpec
 from ..registry import load_plugins
 from ..settings import Settings
@@ -121,9 +121,8 @@ class KernelConformance(Choices):
 
     @property
     def _kv_dtype(self) -> torch.dtype | None:
-        name = self.settings.get("kv_dtype", "auto")
-        found: torch.dtype | None = getattr(torch, name, None)
-        return found
+        name = KV_DTYPES.get(self.settings.get("kv_dtype", "auto"))
+        return None if name is None else getattr(torch, name)
 
     def _pool(
         self,
