@@ -271,7 +271,8 @@ class KernelBackend(ABC):
 
     def graph_buffers(self, limits: GraphLimits) -> Meta:
         """Inputs of a graph of the model's forward pass: a `Meta` whose tensors keep their addresses, and `limits`,
-        `tokens` and `positions` set. Only asked if `graphs` is not "none".
+        `tokens` and `positions` set. Only asked if `graphs` is not "none". `framework.ReferenceBackend` makes and fills
+        them for `prepare`'s own tensors; who adds some to them extends both.
 
         What the host knows (`max_len`, `max_seq`, `batch`) is read once, at the capture: max_seq is that of the limits,
         the batch holds nothing of use. All else operations take from the tensors, each time the graph runs: they keep

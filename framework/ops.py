@@ -142,15 +142,16 @@ class ReferenceBackend(KernelBackend):
     # Graphs, for the backends below that have them
 
     def graph_buffers(self, limits: GraphLimits) -> Meta:
-        """All that changes with every step is one tensor, `lines`, int64 [3 + groups, rows]: tokens, positions, each
-        group's slots, and in the first half of the last line seq_lens. One copy fills it, one more each table."""
+        """All that changes with every step is one tensor, `lines`, int64 [3 + groups, rows or one more]: tokens,
+        positions, each group's slots, and in the first half of the last line seq_lens. One copy fills it, one more each
+        table. All tensors begin at multiples of 16 bytes, as those do that `send` makes."""
         rows, groups = limits.rows, len(limits.columns)
         kind: dict[str, Any] = {"dtype": torch.int32, "device": limits.device}
         meta = self.meta_type()
         meta.limits = limits
-        meta.lines = lines = torch.zeros((3 + groups, rows), dtype=torch.int64, device=limits.device)
-        meta.tokens, meta.positions, *slots, lengths = lines.unbind()
-        meta.slots, meta.seq_lens = tuple(slots), lengths.view(torch.int32)[:rows].fill_(1)
+        meta.lines = lines = torch.zeros((3 + groups, rows + rows % 2), dtype=torch.int64, device=limits.device)
+        meta.tokens, meta.positions, *slots = lines[:-1, :rows].unbind()
+        meta.slots, meta.seq_lens = tuple(slots), lines[-1].view(torch.int32)[:rows].fill_(1)
         meta.tables = tuple(torch.zeros((rows, columns), **kind) for columns in limits.columns)
         meta.cu_lens = torch.arange(rows + 1, **kind)
         meta.logits_rows = torch.arange(rows, dtype=torch.int64, device=limits.device)
@@ -160,11 +161,11 @@ class ReferenceBackend(KernelBackend):
     def _fill(self, batch: Batch, out: Meta, tables: bool) -> Meta:
         """The inputs of a graph. tables: these, too, else they are what they were."""
         assert out.limits is not None and out.lines is not None
-        lines = np.zeros(out.lines.shape, np.int64)
-        lines[0], lines[1] = 0 if batch.tokens is None else batch.tokens, batch.starts
-        for line, slots in zip(lines[2:], _slots(batch, np.arange(len(batch.starts)), batch.starts), strict=False):
-            line[:] = slots
-        lines[-1].view(np.int32)[: out.limits.rows] = batch.starts + 1
+        rows, lines = out.limits.rows, np.zeros(out.lines.shape, np.int64)
+        lines[0, :rows], lines[1, :rows] = 0 if batch.tokens is None else batch.tokens, batch.starts
+        for line, slots in zip(lines[2:], _slots(batch, np.arange(rows), batch.starts), strict=False):
+            line[:rows] = slots
+        lines[-1].view(np.int32)[:rows] = batch.starts + 1
         some = zip(batch.tables, out.limits.columns, strict=True) if tables else ()
         sent, *wide = send([lines, *(table[:, :most] for table, most in some)], out.limits.device)
         out.lines.copy_(sent)

@@ -279,6 +279,7 @@ def test_buffers_hold_what_prepare_makes(block_size: int, groups: int) -> None:
         names = ("tokens", "positions", "seq_lens", "cu_lens", "logits_rows")
         tensors = [*(getattr(meta, name) for name in names), *meta.slots, *meta.tables]
         addresses = [x.data_ptr() for x in tensors]
+        assert not any(address % 16 for address in addresses) and all(x.is_contiguous() for x in tensors)
         starts, ones = rng.integers(0, 9, 5, np.int32), np.ones(5, np.int32)
         for width in (9 // block_size + 2, 40):
             tables = tuple(rng.integers(0, 10**6, (5, width), np.int32) for _ in range(groups))
