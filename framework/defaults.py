@@ -84,7 +84,11 @@ class Defaults:
         auto = settings.kernel == "auto"
         if auto and settings.kernel_opt:
             given = next(iter(settings.kernel_opt))
-            raise ConfigError(f"--kernel-opt {given}: options are those of one backend; name it with --kernel")
+            have = [
+                p.name for p in self._plugins.providers("kernel") if given in getattr(p.options, "model_fields", ())
+            ]
+            named = f", such as --kernel {have[0]}" if have else ""
+            raise ConfigError(f"--kernel-opt {given}: options are those of one backend; name it{named}")
         names = [p.name for p in self._plugins.providers("kernel")] if auto else [settings.kernel]
         reasons: list[str] = []
         for name in names:
@@ -95,7 +99,9 @@ class Defaults:
                 backend.declined = tuple(reasons)
                 return backend
             reasons.append(f"{name}: {reason}")
-        raise ConfigError(f"--kernel {settings.kernel}: no backend can serve this model here ({'; '.join(reasons)})")
+        if auto:
+            raise ConfigError(f"--kernel auto: no backend can serve this model here ({'; '.join(reasons)})")
+        raise ConfigError(f"--kernel {reasons[0]}; auto takes the first backend that can serve this model here")
 
     @hookimpl(trylast=True)
     def admit(self, view: View) -> Iterable[Want]:
@@ -144,9 +150,12 @@ def _unsupported(
         return f"it has no --quantization {settings.quantization}"
     if settings.kv_dtype not in ("auto", *backend.kv_dtypes):
         return f"it has no --kv-dtype {settings.kv_dtype}"
+    reasons: dict[str, str] = {}
     for window in dict.fromkeys(spec.windows):
         for op in OPS:
             support = backend.supports(op, dtype, device, head_dim=spec.head_dim, window=window)
             if not support.ok:
-                return f"{op}: {support.reason}"
-    return None
+                reasons[op] = support.reason
+    if len(reasons) == len(OPS) and len(set(reasons.values())) == 1:  # nothing about an operation
+        return reasons[OPS[0]]
+    return next((f"{op}: {reason}" for op, reason in reasons.items()), None)

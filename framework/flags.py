@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from .errors import ConfigError, brief
-from .settings import Settings, flag, variable
+from .settings import Settings, flag, read_yaml, variable
 
 
 class Flag(NamedTuple):
@@ -148,7 +148,7 @@ def _pairs(option: Flag, given: Sequence[str]) -> dict[str, Any] | None:
         if not separator or not key:
             raise ConfigError(f"{option.name}: {brief(repr(text), 80)} is not key=value")
         try:
-            found[key] = yaml.safe_load(value)
+            found[key] = read_yaml(value)
         except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: dates and numbers that are none
             raise ConfigError(f"{option.name}: the value in {brief(repr(text), 80)} is not a YAML value") from None
     return found or None

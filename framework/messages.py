@@ -156,6 +156,8 @@ class EngineInfo(msgspec.Struct):
     """Of keys and values: a torch dtype's name."""
     cpus: list[int] = []
     """Those that the engine's threads keep to, ascending."""
+    overlap: bool = False
+    """Whether a step is planned while the one before runs."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -16,7 +16,7 @@ import pluggy
 from pydantic import BaseModel, ValidationError
 
 from .defaults import Defaults
-from .errors import ConfigError, FrameworkError, PluginError
+from .errors import ConfigError, FrameworkError, PluginError, brief
 from .hookspecs import EVENTS, HOOKS, PROJECT, Hooks
 from .settings import Settings, option_flag, selector
 from .types import Provider
@@ -161,7 +161,9 @@ class Plugins:
             return provider.options(**options)
         except ValidationError as exc:
             first = exc.errors()[0]
-            raise ConfigError(f"{flag('.'.join(map(str, first['loc'])))}: {first['msg']}") from exc
+            said = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+            given = brief(repr(first["input"]), 80)
+            raise ConfigError(f"{flag('.'.join(map(str, first['loc'])))}: {said}, got {given}") from exc
 
     # Activation
 

@@ -225,6 +225,11 @@ class Settings(BaseSettings):
     def _plugin(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
+    @field_validator("overlap", "cuda_graphs", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
     @field_validator("kv_memory")
     @classmethod
     def _kv_memory(cls, value: str | None) -> str | None:
@@ -311,9 +316,26 @@ def unknown_variables() -> list[str]:
     ]
 
 
+class _Loader(yaml.SafeLoader):
+    """As YAML 1.2 has it, only true and false are booleans: `off` is a value of some settings."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the base class's, whose lists must not be changed
+        first: [
+            (tag, re.compile("^(true|True|TRUE|false|False|FALSE)$") if tag.endswith(":bool") else pattern)
+            for tag, pattern in resolvers
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def read_yaml(text: str) -> Any:
+    """Raises `yaml.YAMLError`, and `ValueError` for dates and numbers that are none."""
+    return yaml.load(text, _Loader)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text("utf-8"))
+        values = read_yaml(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
     except RecursionError:

@@ -95,6 +95,7 @@ def build_engine(
         quantization=settings.quantization,
         kv_dtype=executor.cache_spec.dtype,
         cpus=machine.allowed(),
+        overlap=executor.max_in_flight > 1,
     )
     return engine, info
 

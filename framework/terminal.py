@@ -85,6 +85,7 @@ def banner(info: EngineInfo, url: str, chat: bool) -> str:
     fit = info.kv_blocks // -(-info.max_model_len // info.block_size)
     weights = "" if info.quantization == "none" else f", weights in {info.quantization}"
     cpus = f" on {list_cpus(info.cpus)}" if info.cpus else ""
+    overlap = ", planned while the one before runs" if info.overlap else ""
     rows = [
         ("model", f"{info.model} ({info.architecture}), {info.dtype}{weights}"),
         ("device", f"{info.device}, {info.threads} thread{'s' * (info.threads != 1)}{cpus}"),
@@ -97,7 +98,7 @@ def banner(info: EngineInfo, url: str, chat: bool) -> str:
         ),
         ("preempt", _preemption(info)),
         ("length", f"at most {info.max_model_len} tokens ({_REASONS[info.max_model_len_reason]})"),
-        ("step", f"at most {info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens"),
+        ("step", f"at most {info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens{overlap}"),
         *(("note", note) for note in info.notes),
         ("URL", f"{url}/v1"),
     ]

@@ -86,7 +86,7 @@ def test_without_a_compiler_auto_takes_torch(tiny_llama: Path, monkeypatch: pyte
         monkeypatch.delenv("CXX", raising=False)
         if cxx:
             monkeypatch.setenv("CXX", cxx)
-        with pytest.raises(ConfigError, match=rf"--kernel cpu: no backend .*{reason.replace('+', '.')}"):
+        with pytest.raises(ConfigError, match=rf"--kernel cpu: .*{reason.replace('+', '.')}"):
             LLM(str(tiny_llama), kernel="cpu", **flags)
         with LLM(str(tiny_llama), **flags) as llm:
             assert llm.info.providers["kernel"] == "torch"

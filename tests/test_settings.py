@@ -244,3 +244,20 @@ def test_swap_space_in_blocks(space: str, blocks: int) -> None:
 def test_a_swap_space_that_is_no_size_names_the_flag(space: str) -> None:
     with pytest.raises(ConfigError, match=f"--swap-space: '{space}' is not a size"):
         Settings.load(None, swap_space=space)
+
+
+@pytest.mark.parametrize(
+    ("text", "overlap", "prefix_cache"), [("on", "on", True), ("off", "off", True), ("Off", None, True)]
+)
+def test_on_and_off_of_a_file_are_words(tmp_path: Path, text: str, overlap: str | None, prefix_cache: bool) -> None:
+    """YAML 1.1 takes them for booleans."""
+    path = tmp_path / "framework.yaml"
+    path.write_text(f"overlap: {text}\nprefix_cache: yes\nstrict_plugins: false\nkv_opt: {{a: off, b: true}}\n")
+    if overlap is None:
+        with pytest.raises(ConfigError, match=f"overlap in .*: must be 'auto', 'on' or 'off', got '{text}'"):
+            Settings.load(path)
+        return
+    loaded = Settings.load(path)
+    assert (loaded.overlap, loaded.prefix_cache, loaded.strict_plugins) == (overlap, prefix_cache, False)
+    assert loaded.kv_opt == {"a": "off", "b": True}
+    assert Settings.load(None, overlap=text == "on").overlap == overlap

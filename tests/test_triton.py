@@ -425,7 +425,7 @@ def test_auto_takes_another_on_a_cpu(tiny_llama: Path) -> None:
     """Interpreted or not."""
     with LLM(str(tiny_llama), dtype="float16", kv_blocks=16, threads=1) as llm:
         assert llm.info.providers["kernel"] == "torch"
-        assert any("triton: embed: it computes on CUDA devices, not on cpu" in note for note in llm.info.notes)
+        assert any("triton: it computes on CUDA devices, not on cpu" in note for note in llm.info.notes)
     with pytest.raises(ConfigError, match="triton: block size 8 is not one of 16, 32"):
         LLM(str(tiny_llama), kernel="triton", block_size=8)
 

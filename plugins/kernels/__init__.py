@@ -44,7 +44,7 @@ def providers() -> list[Provider]:
         Provider("kernel", "cpu", _cpu, CpuOptions, summary="C++ compiled for this CPU; float32 and bfloat16"),
         Provider("kernel", "triton", _triton, summary="Triton kernels for CUDA devices from capability 8.0 on"),
         Provider(
-            "kernel", "flash", _flash, FlashOptions, summary="attention by torch, flashinfer or flash-attn; NVIDIA GPUs"
+            "kernel", "flash", _flash, FlashOptions, summary="attention by flash-attn, flashinfer or torch; NVIDIA GPUs"
         ),
         Provider("kernel", "torch", _torch, summary="plain torch on any device; oneDNN weights on CPU"),
     ]

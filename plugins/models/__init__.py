@@ -29,6 +29,11 @@ def _llama() -> Any:
 def providers() -> list[Provider]:
     return [
         Provider("checkpoint", "huggingface", _huggingface, summary="directory with config.json and safetensors"),
-        Provider("checkpoint", "gguf", _gguf, summary="a .gguf file, dequantised"),
+        Provider(
+            "checkpoint",
+            "gguf",
+            _gguf,
+            summary="a .gguf file, quantised weights as they are where the kernel takes them",
+        ),
         Provider("model", "llama", _llama, summary="Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3"),
     ]

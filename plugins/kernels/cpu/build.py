@@ -84,7 +84,7 @@ def library(say: Callable[[str], None] = lambda line: None) -> Path:
         if not _whole(entry):
             with locked(entry.with_suffix(".lock")):
                 if not _whole(entry):  # nobody else made it meanwhile
-                    say(f"compiling the kernels of --kernel cpu for this machine ({', '.join(isas)}): once")
+                    say(f"compiling the kernels of --kernel cpu for this machine ({', '.join(isas)}): once, minutes")
                     _build(cxx, isas, entry)
     except OSError as error:
         raise BuildError(f"the cache folder {entry.parent} cannot be used: {error}; set XDG_CACHE_HOME") from error

@@ -8,6 +8,6 @@ from pydantic import BaseModel, Field
 
 
 class FlashOptions(BaseModel):
-    library: Literal["auto", "torch", "flashinfer", "flash-attn"] = Field(
+    library: Literal["auto", "flash-attn", "flashinfer", "torch"] = Field(
         default="auto", description="Whose FlashAttention; auto: the first of those installed that fits."
     )

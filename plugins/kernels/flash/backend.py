@@ -49,7 +49,9 @@ class FlashBackend(TorchBackend):
         capability = self.capability(device)
         if capability < CAPABILITY:
             this = "{} has {}.{}".format(device, *capability) if any(capability) else f"this is {device}"
-            return Support(False, "it needs an NVIDIA GPU of compute capability {}.{}, {}".format(*CAPABILITY, this))
+            return Support(
+                False, "it needs an NVIDIA GPU of compute capability {}.{} or newer, {}".format(*CAPABILITY, this)
+            )
         known = super().supports(op, dtype, device, head_dim=head_dim, window=window)
         if not known.ok or op != "attention":
             return known
