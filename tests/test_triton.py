@@ -34,9 +34,9 @@ NEAR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 DTYPES = list(NEAR)
 FP8 = {"fp8_e5m2": torch.float8_e5m2, "fp8_e4m3": torch.float8_e4m3fn}
 FEW = settings(
-    max_examples=300 if CUDA else 6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=30 if CUDA else 6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
-MANY = settings(FEW, max_examples=300 if CUDA else 40)
+MANY = settings(FEW, max_examples=40)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def _product(x, y, out, N: tl.constexpr):
 
 @triton.jit
 def _convert(x, out, back, N: tl.constexpr):
-    at = tl.arange(0, N)
+    at = tl.program_id(0) * N + tl.arange(0, N)
     y = tl.load(x + at).to(out.dtype.element_ty)
     tl.store(out + at, y)
     tl.store(back + at, y.to(tl.float32))
@@ -102,7 +102,7 @@ def test_conversions_are_those_of_torch(kind: torch.dtype) -> None:
     x[: len(near)] = near
     x = x.to(DEVICE)
     out, back = x.new_empty(len(x), dtype=kind), torch.empty_like(x)
-    _convert[(1,)](x, out, back, len(x))
+    _convert[(len(x) // 1024,)](x, out, back, 1024)
     assert torch.equal(back, x.to(kind).float()) and torch.equal(out.float(), back)
 
 
@@ -495,7 +495,7 @@ class _Kit(KernelConformance):
 
 
 class TestSome(_Kit):
-    dtypes: ClassVar = ("bfloat16",)
+    dtypes: ClassVar = ("float16",)
     block_sizes: ClassVar = (16,)
     windows: ClassVar = (None, 6)
     shapes: ClassVar = ((4, 2, 16),)
