@@ -3,6 +3,7 @@ Triton's interpreter, with one on it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 import interpreter
 import pytest
 import torch
-from framework.plugins.kernels.triton.backend import TritonBackend
+from framework.plugins.kernels.triton.backend import TritonBackend, _missing
 
 from framework import LLM, ConfigError, KernelBackend, SamplingParams
 from framework.kv import KV_DTYPES
@@ -40,6 +41,7 @@ FP8 = ("fp8_e5m2", "fp8_e4m3")
         ((8, 0), {"dtype": torch.float64}, "dtype torch.float64 is not one of"),
         ((8, 0), {"cuda": None}, "it computes on NVIDIA GPUs, and this build of torch is not for them"),
         ((8, 0), {"device": "cpu"}, "it computes on NVIDIA GPUs, not on cpu"),
+        ((8, 0), {"path": ""}, "triton compiles its launcher in C, and here is no C compiler ($CC, gcc or clang)"),
         ((8, 0), {"missing": True}, "the package triton is not installed"),
     ],
 )
@@ -48,6 +50,9 @@ def test_what_it_declines(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", given.get("cuda", "13.0"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", given.get("path", os.environ["PATH"]))
+    _missing.cache_clear()
     if given.get("missing"):
         monkeypatch.setitem(sys.modules, "triton", None)
     backend = TritonBackend(Settings(kv_dtype=given.get("kv_dtype", "auto"), kernel="auto"))

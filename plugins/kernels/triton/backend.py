@@ -4,8 +4,10 @@ them."""
 from __future__ import annotations
 
 import os
-from functools import cached_property
+import sysconfig
+from functools import cache, cached_property
 from importlib.util import find_spec
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +67,9 @@ class TritonBackend(ReferenceBackend):
                     need, have = (".".join(map(str, one)) for one in (least, found))
                     hint = "; fp8_e5m2 needs no more than 8.0" if least == E4M3 else ""
                     return Support(False, f"{what} needs CUDA capability {need}, this device has {have}{hint}")
+            missing = _missing()
+            if missing:
+                return Support(False, f"triton compiles its launcher in C, and here is no {missing}")
         if head_dim not in HEAD_DIMS:
             return Support(False, f"head size {head_dim} is not a multiple of 16 up to {HEAD_DIMS[-1]}")
         return Support(True)
@@ -109,6 +114,15 @@ class TritonBackend(ReferenceBackend):
         room = tables.shape[1] * cache.k.shape[2]
         parts = launch.plan(device, q.shape[0], len(meta.seq_lens), room, meta.kinds, heads, q.dtype.itemsize)
         return launch.attention(parts, q, cache.k, cache.v, tables, meta.cu_lens, meta.seq_lens, scale, window)
+
+
+@cache
+def _missing() -> str:
+    """What triton needs, besides itself, to launch a kernel."""
+    if not ("CC" in os.environ or which("gcc") or which("clang")):
+        return "C compiler ($CC, gcc or clang)"
+    headers = sysconfig.get_path("include", "posix_prefix")
+    return "" if os.path.exists(os.path.join(headers, "Python.h")) else f"Python.h in {headers}"
 
 
 def _interpreted() -> bool:
