@@ -7,14 +7,24 @@ them is one on float32, and what comes out is rounded by torch, to the nearest, 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 
-def install() -> None:
-    """Once per process. TRITON_INTERPRET has to be set before triton is first imported."""
+@cache
+def device() -> torch.device:
+    """What Triton's kernels run on in tests: a GPU if there is one, else the CPU, interpreted."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    _install()
+    return torch.device("cpu")
+
+
+def _install() -> None:
+    """Once per process. conftest.py has set TRITON_INTERPRET before triton was first imported."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

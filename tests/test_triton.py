@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import interpreter
 import numpy as np
@@ -16,27 +13,27 @@ import triton
 import triton.language as tl
 from framework.plugins.kernels.triton import launch, tiles
 from framework.plugins.kernels.triton.backend import TritonBackend, TritonMeta
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from framework import LLM, Batch, CacheGroup, ConfigError, KernelBackend, SamplingParams
+from framework import Batch, CacheGroup
+from framework.kernels import GraphLimits
 from framework.ops import Pages
-from framework.registry import load_plugins
-from framework.settings import Settings
-from framework.testing import KernelConformance
-from framework.testing.pool import Part, Pool, Shape, close, make_batch
+from framework.testing.pool import Shape, close
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-if not CUDA:
-    interpreter.install()
+DEVICE = interpreter.device()
+CUDA = DEVICE.type == "cuda"
 NEAR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 DTYPES = list(NEAR)
 FP8 = {"fp8_e5m2": torch.float8_e5m2, "fp8_e4m3": torch.float8_e4m3fn}
 FEW = settings(
-    max_examples=300 if CUDA else 6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=30 if CUDA else 6,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),  # interpreted, looking for the smallest failure would take an hour
+    suppress_health_check=[HealthCheck.too_slow],
 )
-MANY = settings(FEW, max_examples=300 if CUDA else 40)
+MANY = settings(FEW, max_examples=40)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +66,7 @@ def _product(x, y, out, N: tl.constexpr):
 
 @triton.jit
 def _convert(x, out, back, N: tl.constexpr):
-    at = tl.arange(0, N)
+    at = tl.program_id(0) * N + tl.arange(0, N)
     y = tl.load(x + at).to(out.dtype.element_ty)
     tl.store(out + at, y)
     tl.store(back + at, y.to(tl.float32))
@@ -102,7 +99,7 @@ def test_conversions_are_those_of_torch(kind: torch.dtype) -> None:
     x[: len(near)] = near
     x = x.to(DEVICE)
     out, back = x.new_empty(len(x), dtype=kind), torch.empty_like(x)
-    _convert[(1,)](x, out, back, len(x))
+    _convert[(len(x) // 1024,)](x, out, back, 1024)
     assert torch.equal(back, x.to(kind).float()) and torch.equal(out.float(), back)
 
 
@@ -323,30 +320,19 @@ def test_gated_activation(rows: int, size: int, scale: int, dtype: torch.dtype, 
 # The step
 
 
-def test_buffers_of_a_graph_are_filled_in_place() -> None:
-    """A captured launch sees other requests and longer contexts at the same addresses, in the same grid."""
-    backend, shape, size = TritonBackend(), Shape(4, 2, 64), 16
-    out = TritonMeta.empty(3, 3, 3, [80, 80], DEVICE)
-    places = [x.data_ptr() for x in (out.cu_lens, out.seq_lens, out.logits_rows, *out.slots, *out.tables)]
-    pool, plans = Pool(backend, torch.float16, DEVICE, block_size=size, blocks=90, shape=shape), []
-    for step, starts in enumerate(([3, 40, 1], [4, 41, 2], [1000, 15, 16])):
-        free = torch.randperm(90, generator=torch.Generator().manual_seed(step)).tolist()
-        parts = [Part(start, 1, [free.pop() for _ in range(start // size + 1)]) for start in starts]
-        past = [Part(0, part.start, part.blocks) for part in parts]
-        pool.store(past, pool.prepare(past))
-        batch = make_batch(size, parts, parts)
-        meta = backend.prepare(batch, DEVICE, out)
-        assert meta is out
-        assert places == [x.data_ptr() for x in (out.cu_lens, out.seq_lens, out.logits_rows, *out.slots, *out.tables)]
-        fresh = backend.prepare(batch, DEVICE)
-        for name in ("cu_lens", "seq_lens", "logits_rows"):
-            assert torch.equal(getattr(out, name), getattr(fresh, name))
-        assert all(map(torch.equal, out.slots, fresh.slots))
-        pool.store(parts, out, group=1)
-        close(*pool.attend(parts, out, group=1), torch.float16, NEAR[torch.float16])
-        heads = shape.heads, shape.kv_heads, shape.head_dim
-        plans.append(launch.plan(launch.Device(), 3, len(out.seq_lens), 80 * size, out.kinds, heads, 2))
-    assert plans[0] == plans[1] == plans[2]
+def test_a_captured_launch_depends_on_no_context() -> None:
+    """What the host decides is known before there is a batch."""
+    backend = TritonBackend()
+    meta = backend.graph_buffers(GraphLimits(3, (80,), 1280, 16, DEVICE))
+    assert isinstance(meta, TritonMeta) and meta.kinds == (True, False)
+    lens = np.ones(3, np.int32)
+    batch = Batch(lens, lens, (np.zeros((3, 2), np.int32),), lens > 0, 16)
+    fresh = backend.prepare(batch, DEVICE)
+    assert isinstance(fresh, TritonMeta) and fresh.kinds == (True, False)
+    for starts, found in (([1, 2], (True, True)), ([2, 3], (False, True))):
+        lens = np.array(starts, np.int32)
+        batch = Batch(lens, lens, (np.zeros((2, 2), np.int32),), lens > 0, 16)
+        assert isinstance(mixed := backend.prepare(batch, DEVICE), TritonMeta) and mixed.kinds == found
 
 
 def test_splits() -> None:
@@ -371,164 +357,3 @@ def test_what_8_bit_caches_cost(name: str, most: float) -> None:
     error = float((held - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     print(f"{name}: error {error:.4f} of the root mean square")
     assert most / 4 < error < most
-
-
-# As a provider
-
-
-@pytest.mark.parametrize(
-    ("capability", "given", "reason"),
-    [
-        ((7, 5), {}, "it needs CUDA capability 8.0, this device has 7.5"),
-        (
-            (8, 6),
-            {"kv_dtype": "fp8_e4m3"},
-            "--kv-dtype fp8_e4m3 needs CUDA capability 8.9, this device has 8.6; fp8",
-        ),
-        ((8, 9), {"kv_dtype": "fp8_e4m3"}, ""),
-        ((8, 0), {"kv_dtype": "fp8_e5m2"}, ""),
-        ((8, 0), {"head_dim": 20}, "head size 20 is not a multiple of 16 up to 256"),
-        ((8, 0), {"dtype": torch.float64}, "dtype torch.float64 is not one of"),
-        ((8, 0), {"device": "cpu"}, "it computes on CUDA devices, not on cpu"),
-        ((8, 0), {"missing": True}, "the package triton is not installed"),
-    ],
-)
-def test_what_it_declines(
-    capability: tuple[int, int], given: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    if given.get("missing"):
-        monkeypatch.setitem(sys.modules, "triton", None)
-    backend = TritonBackend(Settings(kv_dtype=given.get("kv_dtype", "auto"), kernel="auto"))
-    device = torch.device(given.get("device", "cuda"))
-    found = backend.supports(
-        "attention", given.get("dtype", torch.bfloat16), device, head_dim=given.get("head_dim", 64)
-    )
-    assert found.ok == (not reason) and found.reason.startswith(reason), found
-
-
-def test_triton_is_imported_by_nobody_who_does_not_use_it() -> None:
-    code = (
-        "import sys, torch\n"
-        "from framework.registry import load_plugins\n"
-        "from framework.settings import Settings\n"
-        "backend = load_plugins().create('kernel', 'triton', settings=Settings())\n"
-        "assert not backend.supports('attention', torch.float16, torch.device('cpu')).ok\n"
-        "assert 'triton' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(CUDA, reason="of CPUs")
-def test_auto_takes_another_on_a_cpu(tiny_llama: Path) -> None:
-    """Interpreted or not."""
-    with LLM(str(tiny_llama), dtype="float16", kv_blocks=16, threads=1) as llm:
-        assert llm.info.providers["kernel"] == "torch"
-        assert any("triton: it computes on CUDA devices, not on cpu" in note for note in llm.info.notes)
-    with pytest.raises(ConfigError, match="triton: block size 8 is not one of 16, 32"):
-        LLM(str(tiny_llama), kernel="triton", block_size=8)
-
-
-def generated(path: Path, kernel: str, **flags: Any) -> list[list[int]]:
-    prompts = [list(range(5, 75)), list(range(5, 60)) + [9] * 7, [8, 9]]
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    shared = {"dtype": "float32", "kv_blocks": 64, "threads": 1, "max_num_batched_tokens": 40}
-    with LLM(str(path), kernel=kernel, **shared | flags) as llm:
-        first = llm.generate(prompts[:1], params)
-        rest = llm.generate(prompts[1:], params)  # behind a prefix of the first
-        assert llm.engine.stats().prefix_hit_tokens >= 32
-        return [list(output.token_ids) for output in (*first, *rest)]
-
-
-def test_a_model_is_served(tiny_llama: Path) -> None:
-    """Chunks of a prompt, decodes beside them, a cached prefix: the tokens of `torch`."""
-    assert generated(tiny_llama, "triton") == generated(tiny_llama, "torch")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny_qwen2", "tiny_qwen3"])
-def test_other_models_are_served(model: str, request: pytest.FixtureRequest) -> None:
-    path = request.getfixturevalue(model)
-    assert generated(path, "triton") == generated(path, "torch")
-
-
-def served(path: Path, kv_dtype: str, prompts: list[list[int]], tokens: int, **flags: Any) -> tuple[list[Any], LLM]:
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    shared = {"dtype": "float32", "threads": 1, "kernel": "triton", "kv_dtype": kv_dtype}
-    with LLM(str(path), **shared | flags) as llm:
-        assert llm.info.kv_dtype == str(FP8[kv_dtype]).removeprefix("torch.")
-        return [output.token_ids for output in llm.generate(prompts, params)], llm
-
-
-@pytest.mark.parametrize("kv_dtype", FP8)
-def test_a_model_is_served_from_8_bits(tiny_llama: Path, kv_dtype: str) -> None:
-    """In a quarter of the memory."""
-    found, llm = served(tiny_llama, kv_dtype, [[8, 9, 10]], 2, kv_blocks=4, max_num_batched_tokens=16)
-    assert len(found[0]) == 2
-    (group,) = llm.engine.executor.cache_spec.groups
-    assert llm.info.block_bytes == 2 * 16 * group.layers * group.kv_heads * group.head_dim
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", FP8)
-def test_8_bits_are_swapped_out_and_in(tiny_llama: Path, kv_dtype: str) -> None:
-    """Requests get the same tokens on a pool that holds few of them."""
-    prompts = [list(range(5 + i, 35 + i)) for i in range(3)]
-    roomy, _ = served(tiny_llama, kv_dtype, prompts, 8, kv_blocks=32)
-    found, llm = served(tiny_llama, kv_dtype, prompts, 8, kv_blocks=6, swap_space="1MiB", preemption="swap")
-    assert found == roomy and llm.engine.stats().preemptions_swap
-
-
-# The kit
-
-
-class _Kit(KernelConformance):
-    provider = "triton"
-    device = str(DEVICE)
-
-    def backend(self) -> KernelBackend:
-        created: KernelBackend = load_plugins().create(
-            "kernel", "triton", settings=Settings(kernel="triton", **self.settings)
-        )
-        return created
-
-
-class TestSome(_Kit):
-    dtypes: ClassVar = ("bfloat16",)
-    block_sizes: ClassVar = (16,)
-    windows: ClassVar = (None, 6)
-    shapes: ClassVar = ((4, 2, 16),)
-    batches = 3
-
-    def axes(self) -> dict[str, Sequence[Any]]:
-        return super().axes() | {"kind": ("mixed", "far apart")}
-
-
-class _Fp8(_Kit):
-    dtypes: ClassVar = ("bfloat16",)
-    block_sizes: ClassVar = (16,)
-    windows: ClassVar = (None, 6)
-    shapes: ClassVar = ((4, 2, 16), (9, 3, 64))
-    batches = 5
-    test_attention_of_large_scores = None  # rounding such keys moves scores by more than what tells them apart
-
-    def tolerance(self, op: str, dtype: torch.dtype) -> float:
-        """Mantissas of 2 and 3 bits."""
-        wider = {"attention": 0.3 if self.settings["kv_dtype"] == "fp8_e5m2" else 0.15}
-        return wider.get(op) or super().tolerance(op, dtype)
-
-
-@pytest.mark.slow
-class TestE5m2(_Fp8):
-    settings: ClassVar = {"kv_dtype": "fp8_e5m2"}
-
-
-@pytest.mark.slow
-class TestE4m3(_Fp8):
-    settings: ClassVar = {"kv_dtype": "fp8_e4m3"}
-
-
-@pytest.mark.slow
-class TestAll(_Kit):
-    block_sizes: ClassVar = (16, 32)

@@ -42,7 +42,7 @@ def providers() -> list[Provider]:
     """In the order in which `--kernel auto` asks them."""
     return [
         Provider("kernel", "cpu", _cpu, CpuOptions, summary="C++ compiled for this CPU; float32 and bfloat16"),
-        Provider("kernel", "triton", _triton, summary="Triton kernels for CUDA devices from capability 8.0 on"),
+        Provider("kernel", "triton", _triton, summary="Triton kernels for NVIDIA GPUs from capability 8.0 on"),
         Provider(
             "kernel", "flash", _flash, FlashOptions, summary="attention by flash-attn, flashinfer or torch; NVIDIA GPUs"
         ),

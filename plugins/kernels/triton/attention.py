@@ -222,7 +222,6 @@ def combine(
     highest = tl.max(top, 0)
     weight = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
     d = tl.arange(0, DP)
-    # NaN is not 0: it is to be seen.
     some = (total != 0)[:, None] & (d < D)[None, :]
     x = tl.load(parts + part[:, None] * D + d[None, :], mask=some, other=0.0)
     y = tl.sum(x * weight[:, None], 0) / tl.sum(total * weight, 0)

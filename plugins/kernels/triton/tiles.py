@@ -53,7 +53,10 @@ def attend_tiles(capability: tuple[int, int], itemsize: int, head_dim: int, grou
     """For the requests with one new token, of `group` query heads to a kv head, and for the others."""
     known = [key for key in ATTEND if key[0] <= capability and key[1:] == (itemsize, padded(head_dim, 64))]
     one, more = ATTEND[max(known)]
-    return one._replace(rows=max(one.rows, min(padded(group), MOST_ROWS)) if itemsize < 4 else one.rows), more
+    if itemsize < 4:
+        rows = max(one.rows, min(padded(group), MOST_ROWS))
+        one = one._replace(rows=rows, warps=8 if rows == MOST_ROWS else one.warps)
+    return one, more
 
 
 def splits(programs: int, tokens: int, processors: int) -> int:
