@@ -347,3 +347,47 @@ def test_the_last_figures_say_that_all_is_free(make: Make) -> None:
     with pytest.raises(StopIteration):
         run_engine(llm.engine, box)  # type: ignore[arg-type]
     assert box.sent[-1].stats == llm.engine.stats() and box.sent[-1].stats.kv_holding == 0
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("where", ["submit", "result"])
+def test_an_interrupted_step_is_computed_again(make: Make, overlap: str, where: str) -> None:
+    """By Ctrl-C, while others go on: nothing that it had stays behind, and there may be victims again."""
+    expected = run(make("off", late=False), kinds(14))
+    llm = make(overlap, late=False, kv_blocks=16)
+    submit, count = llm.engine.executor.submit, 0
+
+    class Interrupted:
+        def done(self) -> bool:
+            return True
+
+        def result(self) -> StepResult:
+            raise KeyboardInterrupt
+
+    def interrupted(plan: Plan) -> Pending:
+        nonlocal count
+        count += 1
+        if count != 5:
+            return submit(plan)
+        if where == "submit":
+            raise KeyboardInterrupt
+        submit(plan)
+        return Interrupted()
+
+    llm.engine.executor.submit = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7], [8, 9]], kinds(14)["greedy"])
+    usage = llm.engine.kv.usage()
+    assert (usage.holding, usage.reserved, llm.engine.has_work) == (0, 0, False)
+    assert run(llm, kinds(14)) == expected
+    count = 0
+    for order, id in enumerate(("a", "b", "c")):
+        llm.engine.add(Add(id, [(7 * i + order) % 200 + 3 for i in range(40)], kinds(60)["greedy"], 0))
+    left, steps = {"a", "b", "c"}, 0
+    while llm.engine.has_work:
+        assert (steps := steps + 1) < 500
+        try:
+            left -= {output.id for output in llm.engine.step() if output.finish_reason}
+        except KeyboardInterrupt:
+            continue
+    assert not left and llm.engine.stats().preemptions_swap + llm.engine.stats().preemptions_recompute > 0
