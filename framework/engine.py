@@ -23,6 +23,7 @@ from .registry import Plugins
 from .types import Mode, Reject, Request, Status
 
 log = get_logger(__name__)
+_INTERRUPTED = "the step was interrupted"  # by Ctrl-C, say
 
 
 class Engine:
@@ -145,13 +146,15 @@ class Engine:
             return False
         self.steps += 1
         timings.stages = self.planner.stages
+        pending: Pending = Done(RuntimeError(_INTERRUPTED))
         try:
             pending = self.executor.submit(plan)
         except EngineDead:
             raise
         except Exception as exc:  # noqa: BLE001 - it should not; as if `result` did
             pending = Done(exc)
-        self._flying.append((plan, pending, timings))
+        finally:
+            self._flying.append((plan, pending, timings))
         return True
 
     def _land(self, most: int = 0) -> list[TokenOutput]:
@@ -166,6 +169,9 @@ class Engine:
             except Exception as exc:  # noqa: BLE001 - whatever a model or kernel raises: the step's requests are retried
                 outputs += self._failed(plan, exc)
                 continue
+            except BaseException:
+                self._flying.appendleft((plan, Done(RuntimeError(_INTERRUPTED)), timings))
+                raise
             committing = self.clock.ns()
             outputs += self._commit(plan, result, committing)
             timings.end = self.clock.ns()
@@ -221,14 +227,7 @@ class Engine:
         output.finish_reason = reason
         output.stop_reason = request.stop_reason if isinstance(request.stop_reason, int) else None
         output.error = error
-        output.times = RequestTimes(
-            arrival=_ns(request.arrival),
-            admitted=_ns(request.admitted_at),
-            first_token=_ns(request.first_token_at),
-            finished=_ns(request.finished_at),
-            preemptions=request.preemptions,
-            cached_tokens=request.cached_tokens,
-        )
+        output.times = RequestTimes.of(request)
         return output
 
     def _part(self, request: Request) -> None:
@@ -294,7 +293,3 @@ class Engine:
 
 def _refusal(id: str, reason: str, status: int, retry_after: float | None = None) -> TokenOutput:
     return TokenOutput(id, 0, [], finish_reason="error", error=reason, status=status, retry_after=retry_after)
-
-
-def _ns(seconds: float | None) -> int:
-    return round((seconds or 0.0) * 1e9)

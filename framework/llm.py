@@ -213,11 +213,11 @@ class LLM:
                 for id in ids:
                     self._mail[id] = []
                 return found
-            before = self.engine.steps
-            for output in self.engine.step():
+            before, outputs = self.engine.steps, self.engine.step()
+            for output in outputs:
                 if output.id in self._mail:
                     self._mail[output.id].append(output)
-            if self.engine.steps == before:
+            if not outputs and self.engine.steps == before:
                 time.sleep(IDLE_SECONDS)
 
     def _take(self, output: TokenOutput, into: RequestOutput, assembler: Assembler) -> str:

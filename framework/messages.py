@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from .plan import Logprobs
-from .types import SamplingParams
+from .types import Request, SamplingParams
 
 
 class Add(msgspec.Struct, tag="add", array_like=True):
@@ -58,6 +58,20 @@ class RequestTimes(msgspec.Struct, array_like=True):
     preemptions: int = 0
     cached_tokens: int = 0
     """Of the prompt, found in the prefix cache."""
+
+    @classmethod
+    def of(cls, request: Request) -> RequestTimes:
+        def ns(seconds: float | None) -> int:
+            return round((seconds or 0.0) * 1e9)
+
+        return cls(
+            ns(request.arrival),
+            ns(request.admitted_at),
+            ns(request.first_token_at),
+            ns(request.finished_at),
+            request.preemptions,
+            request.cached_tokens,
+        )
 
 
 class TokenOutput(msgspec.Struct, array_like=True):

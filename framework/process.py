@@ -124,12 +124,12 @@ def run(engine: Engine, channel: Channel) -> NoReturn:
                     outputs += engine.add(message)
                 case Abort():
                     outputs += engine.abort(message.ids, message.reason)
-        before = engine.steps
+        before, flying = engine.steps, bool(engine.in_flight)
         if engine.has_work:
             outputs += engine.step()
         else:
             engine.executor.check()
-        stepped = engine.steps != before
+        stepped = flying or engine.steps != before  # what was in flight was committed, if nothing was submitted
         if outputs or stepped:
             channel.send(Outputs(outputs, engine.stats(), engine.clock.ns()))
         wait = CHECK_MS if not engine.has_work else 0 if stepped else IDLE_POLL_MS

@@ -17,7 +17,9 @@ from harness import Harness, Policy, ids
 from framework import LLM, Plan, SampleBatch, SamplingParams, StepResult, Victim, hookimpl
 from framework.device import Device, Fetched
 from framework.executor import Done, Pending
-from framework.messages import Add, TokenOutput
+from framework.messages import Add, Outputs, TokenOutput
+from framework.process import CHECK_MS
+from framework.process import run as run_engine
 
 
 class Late(Device):
@@ -311,3 +313,81 @@ def test_a_dead_executor_is_closed(make: Make) -> None:
             llm.engine.step()
     llm.close()
     assert llm.engine.in_flight == [] and not llm.engine.requests
+
+
+def test_nobody_waits_once_the_last_tokens_are_there(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step commits and submits nothing."""
+    llm = make(late=False)
+    monkeypatch.setattr("framework.llm.time.sleep", lambda seconds: pytest.fail(f"slept for {seconds} s"))
+    [output] = llm.generate([[5, 6, 7]], kinds(8)["greedy"])
+    assert len(output.token_ids) == 8
+
+
+class Mailbox:
+    """The engine's side of a socket, which brings `message` and then nothing."""
+
+    def __init__(self, message: Add) -> None:
+        self.messages, self.sent = [message], list[Outputs]()
+
+    def receive(self, wait: int | None) -> list[Add]:
+        if wait == CHECK_MS:
+            raise StopIteration
+        found, self.messages = self.messages, []
+        return found
+
+    def send(self, outputs: Outputs) -> None:
+        self.sent.append(outputs)
+
+
+def test_the_last_figures_say_that_all_is_free(make: Make) -> None:
+    """Those of the step that only discards what was in flight are sent, too."""
+    [whole] = make("off", late=False).generate([[5, 6, 7]], kinds(12)["greedy"])
+    stop = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(whole.token_ids[4],))
+    llm, box = make(), Mailbox(Add("a", [5, 6, 7], stop, 0))
+    with pytest.raises(StopIteration):
+        run_engine(llm.engine, box)  # type: ignore[arg-type]
+    assert box.sent[-1].stats == llm.engine.stats() and box.sent[-1].stats.kv_holding == 0
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("where", ["submit", "result"])
+def test_an_interrupted_step_is_computed_again(make: Make, overlap: str, where: str) -> None:
+    """By Ctrl-C, while others go on: nothing that it had stays behind, and there may be victims again."""
+    expected = run(make("off", late=False), kinds(14))
+    llm = make(overlap, late=False, kv_blocks=16)
+    submit, count = llm.engine.executor.submit, 0
+
+    class Interrupted:
+        def done(self) -> bool:
+            return True
+
+        def result(self) -> StepResult:
+            raise KeyboardInterrupt
+
+    def interrupted(plan: Plan) -> Pending:
+        nonlocal count
+        count += 1
+        if count != 5:
+            return submit(plan)
+        if where == "submit":
+            raise KeyboardInterrupt
+        submit(plan)
+        return Interrupted()
+
+    llm.engine.executor.submit = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7], [8, 9]], kinds(14)["greedy"])
+    usage = llm.engine.kv.usage()
+    assert (usage.holding, usage.reserved, llm.engine.has_work) == (0, 0, False)
+    assert run(llm, kinds(14)) == expected
+    count = 0
+    for order, id in enumerate(("a", "b", "c")):
+        llm.engine.add(Add(id, [(7 * i + order) % 200 + 3 for i in range(40)], kinds(60)["greedy"], 0))
+    left, steps = {"a", "b", "c"}, 0
+    while llm.engine.has_work:
+        assert (steps := steps + 1) < 500
+        try:
+            left -= {output.id for output in llm.engine.step() if output.finish_reason}
+        except KeyboardInterrupt:
+            continue
+    assert not left and llm.engine.stats().preemptions_swap + llm.engine.stats().preemptions_recompute > 0
