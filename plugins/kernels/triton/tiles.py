@@ -28,6 +28,9 @@ ATTEND = {
     ((9, 0), 2, 64): (Tile(16, 64, 4, 3), Tile(128, 64, 8, 3)),
     ((9, 0), 2, 128): (Tile(16, 64, 4, 3), Tile(128, 64, 8, 2)),
     ((9, 0), 2, 256): (Tile(16, 32, 4, 3), Tile(64, 64, 8, 2)),
+    ((10, 0), 2, 64): (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3)),  # 9.0's spills with a window and a soft cap
+    ((10, 0), 2, 128): (Tile(16, 64, 4, 3), Tile(128, 64, 8, 2)),
+    ((10, 0), 2, 256): (Tile(16, 32, 4, 3), Tile(64, 64, 8, 2)),
     # In float32 proper there are no tensor cores: small tiles, or their sums do not fit the registers.
     ((8, 0), 4, 64): (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2)),
     ((8, 0), 4, 128): (Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
