@@ -113,6 +113,8 @@ class CudaDevice(Device):
     """A CUDA device, which does one thing after the other while the host goes on."""
 
     dedicated = graphs = asynchronous = True
+    _side: torch.cuda.Stream | None = None
+    """On which all is captured: libraries keep scratch memory for each stream that they have seen."""
 
     def begin(self) -> None:
         torch.cuda.set_device(self.torch if self.torch.index is not None else torch.cuda.current_device())
@@ -150,15 +152,19 @@ class CudaDevice(Device):
         return _CudaFetched(tensors, self.torch)
 
     def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
-        own, other = torch.cuda.current_stream(self.torch), torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
-        other.wait_stream(own)
-        with torch.cuda.stream(other):  # not on the stream that eager steps use, as torch demands
-            run()
-        own.wait_stream(other)
-        graph = torch.cuda.CUDAGraph()
+        own, graph = torch.cuda.current_stream(self.torch), torch.cuda.CUDAGraph()
         pool = beside.pool() if isinstance(beside, torch.cuda.CUDAGraph) else None
-        with torch.cuda.graph(graph, pool=pool):
-            run()
+        side = self._side = self._side or torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
+        side.wait_stream(own)
+        try:
+            with torch.cuda.stream(side):  # not on the stream that eager steps use, as torch demands
+                run()
+            own.wait_stream(side)
+            # What other threads ask of the device meanwhile is none of the graph's business.
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                run()
+        finally:
+            torch.cuda.set_stream(own)  # a capture that fails leaves its own behind
         return graph
 
 
@@ -254,8 +260,19 @@ def out_of_memory(error: BaseException) -> bool:
     while True:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
+        if isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in str(error) or _driver_out_of_memory(error)):
             return True
         if error.__cause__ is None:
             return False
         error = error.__cause__
+
+
+def lost(error: BaseException) -> bool:
+    """Whether it says that the device does nothing more in this process, such as after an access to memory that is
+    not there."""
+    return isinstance(error, torch.AcceleratorError) and not _driver_out_of_memory(error)
+
+
+def _driver_out_of_memory(error: BaseException) -> bool:
+    """Page-locked memory, graphs and libraries' handles are asked of the driver itself."""
+    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)

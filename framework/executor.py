@@ -79,6 +79,7 @@ class Executor(ABC):
 
     clock: Clock = MonotonicClock()
     max_in_flight: int = 1
+    """1 or 2."""
     cache_spec: CacheSpec
     """Set by `start`, as are the following."""
     spec: ModelSpec

@@ -150,7 +150,7 @@ class Planner:
                     least = request.computed + 1  # with a window, all that it knows may be more than the pool holds
                     if not self._preempt(ranking, request, upto, started) and upto > least:
                         self._preempt(ranking, request, least, started)
-                    closed = closed or bool(self._fallen)
+                    closed = closed or bool(self._fallen) or self.preemption.postponed
                     reservation = kv.reserve(request, upto) or kv.reserve(request, least)
                     if reservation is None:
                         continue

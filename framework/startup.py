@@ -63,6 +63,9 @@ def build_engine(
     except BaseException:
         executor.stop()
         raise
+    overlapped = executor.max_in_flight > 1
+    takes = f"--executor {settings.executor} takes one plan at a time"
+    ignored = [f"--overlap on has no effect: {takes}"] if settings.overlap == "on" and not overlapped else []
     info = EngineInfo(
         model=display_name(settings),
         architecture=spec.architecture,
@@ -86,7 +89,7 @@ def build_engine(
         },
         manifest=dict(plugins.manifest),
         load_seconds=time.monotonic() - began,
-        notes=list(executor.notes),
+        notes=[*executor.notes, *ignored],
         uses=sorted(set(_used(settings, plugins))),
         host_blocks=host_blocks,
         preemption=preemption,
@@ -95,7 +98,7 @@ def build_engine(
         quantization=settings.quantization,
         kv_dtype=executor.cache_spec.dtype,
         cpus=machine.allowed(),
-        overlap=executor.max_in_flight > 1,
+        overlap=overlapped,
     )
     return engine, info
 

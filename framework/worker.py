@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from . import machine
 from .batch import RowBatch, Rows, Step
 from .defaults import model_class
-from .device import Device, make_device, out_of_memory, resolve_device, resolve_dtype
-from .errors import ConfigError, ModelError, PluginError, one_line
+from .device import Device, lost, make_device, out_of_memory, resolve_device, resolve_dtype
+from .errors import ConfigError, EngineDead, ModelError, PluginError, one_line
 from .executor import Done, Executor, Later, Pending
 from .graphs import Graphs, Inputs, graph_memory, ladder
 from .halving import Halving, Launched
@@ -124,7 +124,8 @@ class TorchExecutor(Executor):
         room = self._memory(sizes, progress)
         spare = 1 if sizes else 0  # a block for the padding of graphs
         blocks = pool_blocks(settings, self.spec.max_model_len, block_bytes, room, spare)
-        free = machine.free_memory() - (0 if self.device.dedicated else blocks * block_bytes)
+        # Torch takes page-locked memory in powers of two, up to twice what is asked for.
+        free = machine.free_memory() // 2 if self.device.dedicated else machine.free_memory() - blocks * block_bytes
         self._host_blocks = swap_blocks(settings, blocks, block_bytes, free)
         self._use_pools(blocks + spare)
         progress("warm up", 0.0)
@@ -142,7 +143,9 @@ class TorchExecutor(Executor):
         dtype: torch.dtype = getattr(torch, spec.dtype)
         try:
             return [self.backend.allocate(g, dtype, spec.block_size, blocks, device, **pinned) for g in spec.groups]
-        except (OSError, torch.OutOfMemoryError) as error:
+        except Exception as error:
+            if not (isinstance(error, OSError) or out_of_memory(error)):
+                raise
             size = machine.size(blocks * sum(self.backend.block_bytes(g, dtype, spec.block_size) for g in spec.groups))
             why = getattr(error, "strerror", None) or one_line(error)
             raise ConfigError(
@@ -275,13 +278,23 @@ class TorchExecutor(Executor):
 
     def submit(self, plan: Plan) -> Pending:
         try:
-            finish, ready = self._launch(plan)
+            with self._device_lives():
+                finish, ready = self._launch(plan)
         except Exception as error:  # noqa: BLE001 - raised again by `result`: the engine decides who is retried
             return Done(error)
-        later = Later(finish, ready)
+        later = Later(self._device_lives()(finish), ready)
         if self.max_in_flight == 1:  # nothing else to do meanwhile
             later.wait()
         return later
+
+    @contextmanager
+    def _device_lives(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if lost(error):
+                raise EngineDead(f"{self.device.name} does nothing more in this process: {one_line(error)}") from error
+            raise
 
     @torch.inference_mode()
     def _launch(self, plan: Plan) -> Launched:

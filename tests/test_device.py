@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework import PluginError, machine, send
-from framework.device import CudaDevice, Device, make_device, out_of_memory
+from framework.device import CudaDevice, Device, lost, make_device, out_of_memory
 
 
 def test_the_layer_is_that_of_the_device_s_kind() -> None:
@@ -71,3 +71,12 @@ def test_memory_of_the_host_runs_out() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50)
     assert out_of_memory(caught.value) and not out_of_memory(RuntimeError("no such kernel"))
+
+
+def test_what_a_driver_s_error_means() -> None:
+    """Memory that ran out is given back by somebody; what else a driver says ends all that it did."""
+    memory = torch.AcceleratorError("CUDA error: out of memory")
+    access = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    assert (out_of_memory(memory), lost(memory)) == (True, False)
+    assert (out_of_memory(access), lost(access)) == (False, True)
+    assert not lost(torch.OutOfMemoryError("CUDA out of memory")) and not lost(RuntimeError("CUDA error"))

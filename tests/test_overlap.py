@@ -16,6 +16,7 @@ from harness import Harness, Policy, ids
 
 from framework import LLM, Plan, SampleBatch, SamplingParams, StepResult, Victim, hookimpl
 from framework.device import Device, Fetched
+from framework.errors import EngineDead
 from framework.executor import Done, Pending
 from framework.messages import Add, Outputs, TokenOutput
 from framework.process import CHECK_MS
@@ -292,8 +293,6 @@ def test_a_prompt_of_several_outputs_forks_when_its_result_is_there() -> None:
 
 
 def test_a_dead_executor_is_closed(make: Make) -> None:
-    from framework.errors import EngineDead
-
     llm = make()
     for id, params in kinds(9).items():
         llm.engine.add(Add(id, [5, 6, 7], params, 0))
@@ -391,3 +390,25 @@ def test_an_interrupted_step_is_computed_again(make: Make, overlap: str, where: 
         except KeyboardInterrupt:
             continue
     assert not left and llm.engine.stats().preemptions_swap + llm.engine.stats().preemptions_recompute > 0
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_lost_device_ends_the_engine(make: Make, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is asked again would get the same answer."""
+    llm = make(overlap)
+    llm.engine.add(Add("a", [5, 6, 7], kinds(9)["greedy"], 0))
+    llm.engine.step()
+
+    def failing(inputs: Any) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(llm.engine.executor, "_eager", failing)
+    with pytest.raises(EngineDead, match=r"does nothing more in this process: CUDA error: an illegal"):
+        for _ in range(2):
+            llm.engine.step()
+
+
+def test_overlap_that_an_executor_does_not_take_is_told(path: Path) -> None:
+    with LLM(str(path), dtype="float32", kv_blocks=16, executor="checking", overlap="on") as llm:
+        assert llm.info.notes[-1] == "--overlap on has no effect: --executor checking takes one plan at a time"
+        assert not llm.info.overlap
