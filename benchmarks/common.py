@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
-from framework import __version__
-from framework.machine import cpu_name, cpus
-
 COLD = 128 << 20
 """Bytes of weights that no cache holds."""
 
 
 def header() -> None:
     """Where and when: one line, with how busy the machine was before."""
+    from framework import __version__
+    from framework.machine import cpu_name, cpus
+
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     machine = f"{cpu_name()}, {cpus()} CPUs, {platform.system()}, Python {platform.python_version()}"
     print(f"framework {__version__}, {date.today()}, {machine}, load {load:.1f}", flush=True)
