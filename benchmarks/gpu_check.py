@@ -111,6 +111,7 @@ def functions() -> dict[str, Callable[[Any], None]]:
         return run_it
 
     homes = {"kernels": "gpu_kernels", **dict.fromkeys(("decode", "prefill", "tiles"), "gpu_speed")}
+    homes |= dict.fromkeys(("llama", "memory"), "gpu_llama")
     return {name: of(homes.get(name, "gpu_engine"), name) for name in SECTIONS}
 
 

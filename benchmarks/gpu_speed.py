@@ -19,18 +19,18 @@ COLD = 512 << 20
 """Bytes that no cache of a device holds."""
 NEAR = 1e-2
 SPLITS = (1, 2, 4, 8)
+LONGEST, GRAPHS = 131072, (1, 2, 4, *range(8, 257, 8))
 SMALL = (4, 2, 64)
 Spans = list[tuple[int, int]]
 
 
 def decodes(run: Run) -> Iterator[tuple[int, int, int]]:
     """(requests, context, tokens that tables have room for)."""
-    longest = 131072
     for context in run.pick((4096, 32768, 512), (40,)):
         for batch in run.pick((1, 16, 64, 256), (1, 3)):
             yield batch, context, context
     for batch, context in run.pick(((1, 512), (1, 4096), (16, 4096), (64, 4096)), ((1, 40),)):  # as a graph has it
-        yield batch, context, run.pick(longest, 512)
+        yield batch, context, run.pick(LONGEST, 512)
 
 
 def prefills(run: Run) -> dict[str, Spans]:
@@ -48,6 +48,9 @@ def speed_variants(run: Run, device: Any) -> Iterator[Variant]:
     known += [(spans, max(start + n for start, n in spans)) for spans in prefills(run).values()]
     for spans, room in known:
         for part in plan_of(device, spans, LLAMA, "bfloat16", room):
+            yield _variant(part, LLAMA)
+    for batch in GRAPHS:  # of the large model
+        for part in plan_of(device, [(LONGEST - 1, 1)] * batch, LLAMA, "bfloat16", LONGEST):
             yield _variant(part, LLAMA)
     for heads, ones in sweeps(run):
         for tile in tiles_of(device, heads, ones):
