@@ -18,8 +18,8 @@ or a wrong result, not for a goal that is missed.
 
 It runs from a checkout in which nothing is installed. `kernels`, `decode`, `prefill` and `tiles` need numpy, torch and
 triton; the others need the packages of the engine, too, and are skipped where one is missing. For a machine without a
-network, fetch them beforehand and name the folder with --wheels: they are installed for this run only, behind what is
-there, by
+network, fetch them beforehand and name the folder with --wheels: they are installed for this run only, ahead of what is
+there. For Python 3.12 they are fetched by
 
     python -m pip download --only-binary :all: --no-deps --python-version 3.12 --platform manylinux2014_x86_64 -d DIR
         msgspec pluggy pydantic pydantic-core annotated-types typing-inspection typing-extensions pydantic-settings
@@ -39,6 +39,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from gpu_package import ROOT, package
 
 SECTIONS = {
     "kernels": 45, "backend": 15, "engine": 40, "decode": 25, "llama": 90, "memory": 10, "prefill": 20, "tiles": 40,
@@ -67,33 +69,37 @@ def main(given: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # it counts when triton is first imported
-    import torch
-    from gpu_common import Report, Run, about, package
-
-    if not options.interpret and not torch.cuda.is_available():
-        sys.exit("no CUDA device is usable here; --interpret runs the same code on the CPU")
     faulthandler.dump_traceback_later(options.limit + 60, exit=True)  # a kernel that never ends
     try:
-        with package(options.wheels) as missing:
-            if options.interpret:
-                _interpreter()
-            device = torch.device("cpu") if options.interpret else torch.device("cuda", torch.cuda.current_device())
-            report = Report(options.json)
-            run = Run(device, options.interpret, report, options.limit)
-            run.missing = missing
-            report.about |= about(run)
-            for name, value in report.about.items():
-                print(f"{name:12} {value}")
-            with torch.inference_mode():
-                _sections(run, [name for name in SECTIONS if name in options.only])
+        with package(options.wheels) as missing:  # before torch, which imports some of them
+            return _run(options, missing, begin)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _run(options: argparse.Namespace, missing: list[str], begin: float) -> int:
+    import torch
+    from gpu_common import Report, Run, about
+
+    if options.interpret:
+        _interpreter()
+    elif not torch.cuda.is_available():
+        sys.exit("no CUDA device is usable here; --interpret runs the same code on the CPU")
+    device = torch.device("cpu") if options.interpret else torch.device("cuda", torch.cuda.current_device())
+    report = Report(options.json)
+    run = Run(device, options.interpret, report, options.limit)
+    run.missing = missing
+    report.about |= about(run)
+    for name, value in report.about.items():
+        print(f"{name:12} {value}")
+    with torch.inference_mode():
+        _sections(run, [name for name in SECTIONS if name in options.only])
     return _summary(report, time.monotonic() - begin)
 
 
 def _interpreter() -> None:
     """bfloat16 and 8-bit floats in Triton's interpreter as hardware computes them: what the tests use."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    sys.path.append(str(ROOT / "tests"))
     import interpreter
 
     interpreter.install()

@@ -125,6 +125,8 @@ def served(run: Run, some: Sequence[Sequence[int]], tokens: int, **flags: Any) -
                 if output.error is not None:
                     raise RuntimeError(output.error)
                 found.setdefault(output.id, []).extend(output.tokens)
+        if engine.has_work:
+            raise RuntimeError(f"no time is left, and {len(engine.requests)} of {len(some)} requests are not done")
         stats = engine.stats()
     finally:
         engine.close()

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from gpu_common import ROOT, Report, Run, relative
+from gpu_common import Report, Run, relative
+from gpu_package import ROOT
 
 NEAR = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-2}
 FP8 = {"float8_e5m2": (8, 0), "float8_e4m3fn": (8, 9)}
