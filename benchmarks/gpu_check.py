@@ -79,6 +79,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, missing: list[str], begin: float) -> int:
     import torch
+    from common import header
     from gpu_common import Report, Run, about
 
     if options.interpret:
@@ -90,6 +91,8 @@ def _run(options: argparse.Namespace, missing: list[str], begin: float) -> int:
     run = Run(device, options.interpret, report, options.limit)
     run.missing = missing
     report.about |= about(run)
+    if "psutil" not in missing:
+        header()
     for name, value in report.about.items():
         print(f"{name:12} {value}")
     with torch.inference_mode():

@@ -131,7 +131,7 @@ def check_llama(run: Run) -> None:
     )  # fmt: skip
     if run.cuda:
         run.report.check("decode steps are captured", model.graphs is not None, notes or "yes")
-    batches, found = run.pick((1, 64, 8, 256), (1, 2)), dict[int, dict[Mode, float]]()
+    batches, found = run.pick((1, 64, 8, 256), (2,)), dict[int, dict[Mode, float]]()
     for at, batch in enumerate(batches):
         if run.left() < 3:
             run.report.row(f"{batch} requests", "left out: no time is left")
