@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import os
 import sys
 import time
@@ -129,6 +130,7 @@ def _sections(run: Any, names: list[str]) -> None:
 
     compiler, report, timed = _compiler(run, names), run.report, False
     some = functions()
+    gc.freeze()  # torch collects garbage before each capture
     try:
         for name in names:
             if compiler is not None and name in TIMED and not timed:

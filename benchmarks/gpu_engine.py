@@ -128,9 +128,16 @@ def served(run: Run, some: Sequence[Sequence[int]], tokens: int, **flags: Any) -
         if engine.has_work:
             raise RuntimeError(f"no time is left, and {len(engine.requests)} of {len(some)} requests are not done")
         stats = engine.stats()
+        failed_steps(run, engine)
     finally:
         engine.close()
     return found, (info, stats)
+
+
+def failed_steps(run: Run, engine: Any) -> None:
+    """A row only if there are any: their requests are computed again, and nothing else shows them."""
+    if count := engine.stats().failed_steps:
+        run.report.check("steps that failed", False, f"{count}; see the log above")
 
 
 def check_engine(run: Run) -> None:

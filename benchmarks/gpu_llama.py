@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from engines import held
 from gpu_common import Run, Skip
-from gpu_engine import TINY, add, prompts, start
+from gpu_engine import TINY, add, failed_steps, prompts, start
 
 import framework.worker as worker
 
@@ -146,6 +146,7 @@ def check_llama(run: Run) -> None:
         if run.cuda and batch in GOALS and run.left() > 1:
             with _decoding(run, model, batch):
                 _profile(run, model, batch, found[batch])
+    failed_steps(run, model.engine)
     run.report.raise_wrong()
 
 
@@ -281,3 +282,5 @@ def check_memory(run: Run) -> None:
     run.report.row("peak of full prefills and decodes", f"{peak / 2**30:8.2f} GiB", bytes=peak)
     reserved = torch.cuda.memory_reserved(run.device) - torch.cuda.memory_allocated(run.device)
     run.report.row("kept by torch for the next step", f"{reserved / 2**30:8.2f} GiB", bytes=reserved)
+    failed_steps(run, engine)
+    run.report.raise_wrong()
