@@ -106,7 +106,7 @@ def _interpreter() -> None:
     sys.path.append(str(ROOT / "tests"))
     import interpreter
 
-    interpreter.install()
+    (getattr(interpreter, "install", None) or interpreter._install)()
 
 
 def functions() -> dict[str, Callable[[Any], None]]:
