@@ -155,7 +155,8 @@ def _sections(run: Any, names: list[str]) -> None:
                 status, error = "skipped", str(reason)
                 print(f"  {reason}")
             except Wrong as wrong:
-                status, error = "WRONG", str(wrong)
+                status = "FAILED" if report.sections[name]["raised"] else "WRONG"
+                error = str(wrong)
             except Exception as exception:  # noqa: BLE001 - whatever it is: shown, written, and the others go on
                 status, error = "FAILED", "".join(traceback.format_exception(exception))
                 print(error, flush=True)
@@ -194,12 +195,15 @@ def _summary(report: Any, seconds: float) -> int:
 
     print("\nsection      status    seconds")
     for name, one in report.sections.items():
-        why = (one["error"].strip().splitlines() or [""])[-1][:200]
-        print(f"{name:12} {one['status']:8} {one['seconds']:8.1f}  {why}".rstrip())
+        *_, why = ["", *one["error"].strip().splitlines()]
+        print(f"{name:12} {one['status']:8} {one['seconds']:8.1f}  {why[:200]}".rstrip())
     finish(False, report.goals)
     print(f"{seconds:.0f} seconds in all")
     bad = [name for name, one in report.sections.items() if one["status"] in ("WRONG", "FAILED")]
     if bad:
+        for name in bad:
+            for line in report.sections[name]["error"].strip().splitlines()[-20:]:
+                print(f"  {name}: {line[:200]}")
         print(f"not right: {', '.join(bad)}")
     return 1 if bad else 0
 

@@ -8,7 +8,9 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ class Skip(Exception):
 
 
 class Wrong(Exception):
-    """Results that are not what they have to be; each was shown where it was found."""
+    """Results that are not what they have to be, or exceptions; each was shown where it was found."""
 
 
 class Report:
@@ -33,7 +35,7 @@ class Report:
         self._current: dict[str, Any] = {}
 
     def begin(self, name: str) -> None:
-        self._current = self.sections[name] = {"status": "", "rows": [], "goals": [], "wrong": []}
+        self._current = self.sections[name] = {"status": "", "rows": [], "goals": [], "wrong": [], "raised": []}
         print(f"\n{name}", flush=True)
 
     def end(self, status: str, seconds: float, error: str = "") -> None:
@@ -53,9 +55,22 @@ class Report:
         if not right:
             self._current["wrong"].append(f"{what}: {shown}")
 
+    @contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        """One of a section's parts: what it raises is shown, and the next part goes on."""
+        try:
+            yield
+        except (Skip, Wrong):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is: `raise_wrong` fails the section
+            text = "".join(traceback.format_exception(error))
+            self._current["raised"].append({"what": what, "error": text})
+            print(f"  {what:44} FAILED\n{text[-1500:]}", flush=True)
+
     def raise_wrong(self) -> None:
-        if wrong := self._current["wrong"]:
-            raise Wrong("; ".join(wrong))
+        raised = [f"{one['what']}: {one['error'].strip().splitlines()[-1]}" for one in self._current["raised"]]
+        if wrong := [*raised, *self._current["wrong"]]:
+            raise Wrong("\n".join(wrong))
 
     @property
     def goals(self) -> list[tuple[str, bool]]:

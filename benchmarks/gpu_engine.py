@@ -150,22 +150,23 @@ def check_engine(run: Run) -> None:
     expected, _ = served(run, some, tokens, kernel="torch", cuda_graphs="off", overlap="off", **flags)
     if {len(found) for found in expected.values()} != {tokens}:
         raise RuntimeError(f"kernel torch gave {[len(found) for found in expected.values()]} tokens, not {tokens} each")
-    graphs = ("off", "auto") if run.cuda else ("off",)
-    for cuda_graphs in graphs:
+    for cuda_graphs in ("off", "auto") if run.cuda else ("off",):
         for overlap in ("off", "on"):
-            found, (info, _) = served(run, some, tokens, cuda_graphs=cuda_graphs, overlap=overlap, **flags)
             name = f"triton, graphs {cuda_graphs}, overlap {overlap}"
-            _same(run, name, found, expected)
-            if run.cuda:
-                why = [note for note in info.notes if "CUDA graphs" in note]
-                run.report.check(f"{name}, as asked", not why, "; ".join(why) or "yes")
+            with run.report.part(name):
+                found, (info, _) = served(run, some, tokens, cuda_graphs=cuda_graphs, overlap=overlap, **flags)
+                _same(run, name, found, expected)
+                if run.cuda:
+                    why = [note for note in info.notes if "CUDA graphs" in note]
+                    run.report.check(f"{name}, as asked", not why, "; ".join(why) or "yes")
     for preemption in run.pick(("swap", "recompute"), ("swap",)):
-        small = flags | {"kv_blocks": run.pick(18, 3), "preemption": preemption}
-        small |= {"swap_space": "64MiB"} if preemption == "swap" else {}
-        found, (_, stats) = served(run, some, tokens, overlap="on", **small)
-        happened = getattr(stats, f"preemptions_{preemption}")
-        _same(run, f"triton, a small pool, {preemption} ({happened} times)", found, expected)
-        run.report.check(f"requests were preempted by {preemption}", happened > 0, str(happened))
+        name, small = f"triton, a small pool, {preemption}", flags | {"kv_blocks": run.pick(18, 3)}
+        small |= {"preemption": preemption} | ({"swap_space": "64MiB"} if preemption == "swap" else {})
+        with run.report.part(name):
+            found, (_, stats) = served(run, some, tokens, overlap="on", **small)
+            _same(run, name, found, expected)
+            happened = getattr(stats, f"preemptions_{preemption}")
+            run.report.check(f"requests were preempted by {preemption}", happened > 0, str(happened))
     run.report.raise_wrong()
 
 
@@ -189,16 +190,21 @@ def check_backend(run: Run) -> None:
     for name, starts, lens in (
         ("decodes", [40, 0, 15, 16], [1, 1, 1, 1]), ("prompts", [0, 16, 7], [20, 33, 2]), ("both", [5, 300], [1, 9]),
     ):  # fmt: skip
-        ours, theirs = (one.prepare(_batch(rng, starts, lens), run.device) for one in _twice(backend, plain, rng))
-        fields = ("cu_lens", "seq_lens", "logits_rows")
-        right = all(torch.equal(getattr(ours, field), getattr(theirs, field)) for field in fields)
-        right &= all(torch.equal(a, b) for a, b in zip(ours.slots, theirs.slots, strict=True))
-        for a, b, length in zip(ours.tables[0], theirs.tables[0], ours.seq_lens.tolist(), strict=True):
-            used = -(-length // 16)
-            right &= torch.equal(a[:used], b[:used])
-        report.check(f"inputs of {name}", right, "those of the reference" if right else "others than the reference's")
-    _picks(run, backend)
-    _copies(run, backend)
+        with report.part(f"inputs of {name}"):
+            ours, theirs = (one.prepare(_batch(rng, starts, lens), run.device) for one in _twice(backend, plain, rng))
+            fields = ("cu_lens", "seq_lens", "logits_rows")
+            right = all(torch.equal(getattr(ours, field), getattr(theirs, field)) for field in fields)
+            right &= all(torch.equal(a, b) for a, b in zip(ours.slots, theirs.slots, strict=True))
+            for a, b, length in zip(ours.tables[0], theirs.tables[0], ours.seq_lens.tolist(), strict=True):
+                used = -(-length // 16)
+                right &= torch.equal(a[:used], b[:used])
+            text = "those of the reference" if right else "others than the reference's"
+            report.check(f"inputs of {name}", right, text)
+    with report.part("argmax and largest"):
+        _picks(run, backend)
+    for name in ("bfloat16", "float32", "float8_e5m2"):
+        with report.part(f"copies of blocks, {name}"):
+            _copies(run, backend, name)
     report.raise_wrong()
 
 
@@ -241,36 +247,35 @@ def _picks(run: Run, backend: Any) -> None:
     report.check("largest: top-k and thresholds, equals kept", right, "right" if right else "not a sort's")
 
 
-def _copies(run: Run, backend: Any) -> None:
-    """Copies as if one after the other; blocks to page-locked memory and back, for every type of pages."""
+def _copies(run: Run, backend: Any, name: str) -> None:
+    """Copies as if one after the other; blocks to page-locked memory and back."""
     group, cpu = CacheGroup(2, 2, 64), torch.device("cpu")
-    for name in ("bfloat16", "float32", "float8_e5m2"):
-        dtype = getattr(torch, name)
-        pool = backend.allocate(group, dtype, 16, 40, run.device)
-        host = backend.allocate(group, dtype, 16, 12, cpu, **({"pinned": True} if run.cuda else {}))
-        for at, pages in enumerate(pages for cache in pool for pages in cache):
-            drawn = torch.randn(pages.shape, generator=torch.Generator().manual_seed(at))
-            pages.copy_(drawn.to(dtype))
-        before = [pages.cpu().view(torch.uint8).clone() for cache in pool for pages in cache]
-        src, dst = [3, 5, 5, 7], [5, 9, 30, 3]
-        backend.copy_blocks(pool, torch.tensor(src), torch.tensor(dst))
-        for pages in before:
-            for s, d in zip(src, dst, strict=True):
-                pages[d] = pages[s].clone()
-        right = _holds(pool, before)
-        run.report.check(f"copy_blocks, {name}", right, "right" if right else "other blocks than expected")
-        out = [(30, 4), (2, 5), (17, 0), (18, 1), (39, 11)]
-        backend.move_blocks(pool, host, out)
-        back = [(d, s) for (s, d), s in zip(out, (10, 11, 0, 20, 21), strict=True)]
-        backend.move_blocks(host, pool, back)
-        run.synchronize()
-        for pages in before:
-            kept = [pages[s].clone() for s, _ in out]
-            for block, (_, to) in zip(kept, back, strict=True):
-                pages[to] = block
-        right = _holds(pool, before)
-        text = "right" if right else "other blocks than expected"
-        run.report.check(f"move_blocks, there and back, {name}", right, text)
+    dtype = getattr(torch, name)
+    pool = backend.allocate(group, dtype, 16, 40, run.device)
+    host = backend.allocate(group, dtype, 16, 12, cpu, **({"pinned": True} if run.cuda else {}))
+    for at, pages in enumerate(pages for cache in pool for pages in cache):
+        drawn = torch.randn(pages.shape, generator=torch.Generator().manual_seed(at))
+        pages.copy_(drawn.to(dtype))
+    before = [pages.cpu().view(torch.uint8).clone() for cache in pool for pages in cache]
+    src, dst = [3, 5, 5, 7], [5, 9, 30, 3]
+    backend.copy_blocks(pool, torch.tensor(src), torch.tensor(dst))
+    for pages in before:
+        for s, d in zip(src, dst, strict=True):
+            pages[d] = pages[s].clone()
+    right = _holds(pool, before)
+    run.report.check(f"copy_blocks, {name}", right, "right" if right else "other blocks than expected")
+    out = [(30, 4), (2, 5), (17, 0), (18, 1), (39, 11)]
+    backend.move_blocks(pool, host, out)
+    back = [(d, s) for (s, d), s in zip(out, (10, 11, 0, 20, 21), strict=True)]
+    backend.move_blocks(host, pool, back)
+    run.synchronize()
+    for pages in before:
+        kept = [pages[s].clone() for s, _ in out]
+        for block, (_, to) in zip(kept, back, strict=True):
+            pages[to] = block
+    right = _holds(pool, before)
+    text = "right" if right else "other blocks than expected"
+    run.report.check(f"move_blocks, there and back, {name}", right, text)
 
 
 def _holds(pool: Any, expected: Sequence[torch.Tensor]) -> bool:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -293,17 +294,24 @@ def check_kernels(run: Run) -> None:
     report, launch = run.report, kernels().launch
     torch.use_deterministic_algorithms(True, warn_only=True)  # what is allocated and not filled holds NaN
     try:
-        device = launch.device_of(run.device)
-        for scene in scenes(run, device.capability):
-            _attention(run, scene, device)
-        for dtype in run.pick(list(NEAR), ["float32", "bfloat16"]):
-            _rows(run, dtype)
-            _store(run, dtype, "")
-        for kind, least in run.pick(FP8, {"float8_e5m2": (8, 0)}).items():
-            if device.capability >= least:
-                _store(run, "bfloat16", kind)
-        if run.cuda:
-            _replays(run, device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of operations that are not deterministic, which is not what it is for
+            device = launch.device_of(run.device)
+            for scene in scenes(run, device.capability):
+                with report.part(str(scene)):
+                    _attention(run, scene, device)
+            for dtype in run.pick(list(NEAR), ["float32", "bfloat16"]):
+                with report.part(f"rmsnorm and silu x mul, {dtype}"):
+                    _rows(run, dtype)
+                with report.part(f"rope and store, {dtype}"):
+                    _store(run, dtype, "")
+            for kind, least in run.pick(FP8, {"float8_e5m2": (8, 0)}).items():
+                if device.capability >= least:
+                    with report.part(f"rope and store, {kind}"):
+                        _store(run, "bfloat16", kind)
+            if run.cuda:
+                with report.part("replays of a graph"):
+                    _replays(run, device)
     finally:
         torch.use_deterministic_algorithms(False)
     report.raise_wrong()

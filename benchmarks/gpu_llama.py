@@ -137,14 +137,14 @@ def check_llama(run: Run) -> None:
             run.report.row(f"{batch} requests", "left out: no time is left")
             continue
         budget = (run.left() - PROFILING) / (len(batches) - at)
-        with _decoding(run, model, batch):
+        with run.report.part(f"{batch} requests"), _decoding(run, model, batch):
             end, found[batch] = time.monotonic() + budget, {}
             for number, mode in enumerate(model.modes):
                 share = max(0.3, (end - time.monotonic()) / (len(model.modes) - number))
                 found[batch][mode] = _decode(run, model, batch, mode, min(share, 3.0), limit, products)
     for batch in found:  # last: a profiler may leave traces
         if run.cuda and batch in GOALS and run.left() > 1:
-            with _decoding(run, model, batch):
+            with run.report.part(f"profile of {batch} requests"), _decoding(run, model, batch):
                 _profile(run, model, batch, found[batch])
     failed_steps(run, model.engine)
     run.report.raise_wrong()

@@ -75,79 +75,84 @@ def _within(run: Run, what: str, error: float) -> None:
 
 def check_decode(run: Run) -> None:
     heads, limit = run.pick(LLAMA, SMALL), run.bandwidth
-    device = kernels().launch.device_of(run.device)
     run.report.row("a copy, read and written", f"{limit / 1e9:.0f} GB/s", rate=limit)
     cases = list(decodes(run))
     for at, (batch, context, room) in enumerate(cases):
-        cached = 2 * batch * context * heads[1] * heads[2] * 2
         name = f"{batch} x {context}" + (f", room for {room}" if room != context else "")
-        if cached > min(40 << 30, run.free_memory() * 0.6):
+        if 2 * batch * context * heads[1] * heads[2] * 2 > min(40 << 30, run.free_memory() * 0.6):
             run.report.row(name, "left out: too large for this device")
-            continue
-        if run.left() < 1:
+        elif run.left() < 1:
             run.report.row(name, "left out: no time is left")
-            continue
-        copies = run.pick(max(1, min(64, -(-COLD // cached))), 1)
-        paged = Paged(run, [(context - 1, 1)] * batch, heads, "bfloat16", columns=-(-room // 16), copies=copies)
-        parts = paged.plan(device)
-        works: list[Callable[[], object]] = [partial(paged.attention, parts, copy) for copy in range(copies)]
-        spent = run.seconds(works, min(1.0, run.left() / (len(cases) - at)))
-        moved = cached + 2 * batch * heads[0] * heads[2] * 2
-        share = moved / spent / limit
-        _within(run, name, paged.error(paged.attention(parts), {0, batch - 1}))
-        run.report.row(
-            name, f"{spent * 1e6:9.1f} us {moved / spent / 1e9:7.0f} GB/s {share:5.0%}  splits {parts[0].splits}",
-            seconds=spent, bytes=moved, share=share, splits=parts[0].splits, copies=copies,
-        )  # fmt: skip
-        if batch >= 16 and not run.interpret:
-            run.report.goal(f"decode {name}: {share:.0%} of a copy's bandwidth, at least {DECODE:.0%}", share >= DECODE)
-        del paged, works
+        else:
+            with run.report.part(name):
+                _decode(run, name, heads, (batch, context, room), run.left() / (len(cases) - at))
     run.report.raise_wrong()
+
+
+def _decode(run: Run, name: str, heads: tuple[int, int, int], case: tuple[int, int, int], budget: float) -> None:
+    batch, context, room = case
+    cached = 2 * batch * context * heads[1] * heads[2] * 2
+    copies = run.pick(max(1, min(64, -(-COLD // cached))), 1)
+    paged = Paged(run, [(context - 1, 1)] * batch, heads, "bfloat16", columns=-(-room // 16), copies=copies)
+    parts = paged.plan(kernels().launch.device_of(run.device))
+    works: list[Callable[[], object]] = [partial(paged.attention, parts, copy) for copy in range(copies)]
+    spent = run.seconds(works, min(1.0, budget))
+    moved = cached + 2 * batch * heads[0] * heads[2] * 2
+    share = moved / spent / run.bandwidth
+    _within(run, name, paged.error(paged.attention(parts), {0, batch - 1}))
+    run.report.row(
+        name, f"{spent * 1e6:9.1f} us {moved / spent / 1e9:7.0f} GB/s {share:5.0%}  splits {parts[0].splits}",
+        seconds=spent, bytes=moved, share=share, splits=parts[0].splits, copies=copies,
+    )  # fmt: skip
+    if batch >= 16 and not run.interpret:
+        run.report.goal(f"decode {name}: {share:.0%} of a copy's bandwidth, at least {DECODE:.0%}", share >= DECODE)
 
 
 # Prefill
 
 
 def check_prefill(run: Run) -> None:
-    heads, limit = run.pick(LLAMA, SMALL), run.flops
-    device = kernels().launch.device_of(run.device)
+    limit, cases = run.flops, prefills(run)
     run.report.row("a product of 8192 x 8192", f"{limit / 1e12:.0f} TFLOP/s", rate=limit)
-    cases = prefills(run)
     for at, (name, spans) in enumerate(cases.items()):
         if run.left() < 1:
             run.report.row(name, "left out: no time is left")
             continue
-        budget = min(0.6, run.left() / (len(cases) - at) / 5)
-        pairs = sum(n * start + n * (n + 1) // 2 for start, n in spans)
-        operations = 4 * pairs * heads[0] * heads[2]  # two products, of causal pairs only
-        paged = Paged(run, spans, heads, "bfloat16")
-        parts = paged.plan(device)
-        ours = run.seconds([partial(paged.attention, parts)], budget)
-        _within(run, name, paged.error(paged.attention(parts), {0, len(spans) - 1}, run.pick(64, 8)))
-        _rate(run, f"{name}, ours", ours, operations, limit)
-        best, who = float("inf"), "nobody"
-        for rival, make in RIVALS.items():
-            try:
-                work, found = make(run, paged)
-            except Skip as reason:
-                run.report.row(f"{name}, {rival}", str(reason))
-                continue
-            except Exception as error:  # noqa: BLE001 - whatever another library raises, ours is measured
-                run.report.row(f"{name}, {rival}", f"failed: {type(error).__name__}: {str(error)[:160]}")
-                continue
+        with run.report.part(name):
+            _prefill(run, name, spans, min(0.6, run.left() / (len(cases) - at) / 5))
+    run.report.raise_wrong()
+
+
+def _prefill(run: Run, name: str, spans: Spans, budget: float) -> None:
+    heads = run.pick(LLAMA, SMALL)
+    pairs = sum(n * start + n * (n + 1) // 2 for start, n in spans)
+    operations = 4 * pairs * heads[0] * heads[2]  # two products, of causal pairs only
+    paged = Paged(run, spans, heads, "bfloat16")
+    parts = paged.plan(kernels().launch.device_of(run.device))
+    ours = run.seconds([partial(paged.attention, parts)], budget)
+    _within(run, name, paged.error(paged.attention(parts), {0, len(spans) - 1}, run.pick(64, 8)))
+    _rate(run, f"{name}, ours", ours, operations)
+    best: tuple[float, str] | None = None
+    for rival, make in RIVALS.items():
+        try:
+            work, found = make(run, paged)
             spent = _either(run, work, budget)
             error = paged.error(found().reshape(-1, heads[0] * heads[2]), {len(spans) - 1}, 8)
-            if not error <= NEAR:
-                run.report.row(f"{name}, {rival}", f"computes something else (error {error:.1e})")
-                continue
-            _rate(run, f"{name}, {rival}", spent, operations, limit)
-            best, who = min((best, who), (spent, rival))
-        if best < float("inf") and not run.interpret:
-            speed = best / ours
-            text = f"prefill {name}: {speed:.2f} of the speed of {who}, at least {PREFILL}"
-            run.report.goal(text, speed >= PREFILL)
-        del paged
-    run.report.raise_wrong()
+        except Skip as reason:
+            run.report.row(f"{name}, {rival}", str(reason))
+            continue
+        except Exception as error:  # noqa: BLE001 - whatever another library raises, ours is measured
+            run.report.row(f"{name}, {rival}", f"failed: {type(error).__name__}: {str(error)[:160]}")
+            continue
+        if not error <= NEAR:
+            run.report.row(f"{name}, {rival}", f"computes something else (error {error:.1e})")
+            continue
+        _rate(run, f"{name}, {rival}", spent, operations)
+        best = min(best or (spent, rival), (spent, rival))
+    if best is not None and not run.interpret:
+        speed = best[0] / ours
+        text = f"prefill {name}: {speed:.2f} of the speed of {best[1]}, at least {PREFILL}"
+        run.report.goal(text, speed >= PREFILL)
 
 
 def _either(run: Run, work: Callable[[], object], budget: float) -> float:
@@ -158,8 +163,8 @@ def _either(run: Run, work: Callable[[], object], budget: float) -> float:
         return run.seconds([work], budget, graph=False)
 
 
-def _rate(run: Run, what: str, spent: float, operations: float, limit: float) -> None:
-    rate = operations / spent
+def _rate(run: Run, what: str, spent: float, operations: float) -> None:
+    rate, limit = operations / spent, run.flops
     shown = f"{spent * 1e6:9.1f} us {rate / 1e12:7.1f} TFLOP/s {rate / limit:5.0%}"
     run.report.row(what, shown, seconds=spent, rate=rate, share=rate / limit)
 
@@ -290,51 +295,52 @@ def _swept(run: Run, device: Any, heads: tuple[int, int, int], ones: bool) -> tu
 
 
 def check_tiles(run: Run) -> None:
-    device = kernels().launch.device_of(run.device)
     groups = sweeps(run)
     for at, (heads, ones) in enumerate(groups):
         name = f"{'decode 64 x 4096' if ones else 'prefill 4 x 2048'} D{heads[2]}"
-        part, spans = _swept(run, device, heads, ones)
-        paged = Paged(run, spans, heads, "bfloat16")
-        some = tiles_of(device, heads, ones)
-        share = run.left() / (len(groups) - at)
-        end = run.left() - share
-        found: list[tuple[float, Any]] = []
-        expected: torch.Tensor | None = None
-        tried, refused = 0, 0
-        for tile in some[: run.pick(len(some), 2)]:
-            if run.left() < end or run.left() < 0.5:
-                break
-            tried += 1
-            tokens, requests, group = sum(n for _, n in spans), len(spans), heads[0] // heads[1]
-            count = requests * -(-group // tile.rows) if ones else tokens * group // tile.rows + requests
-            parts = [part._replace(tile=tile, tiles=count)]
-            try:
-                result = paged.attention(parts)
-                run.synchronize()
-            except Exception as error:  # too much shared memory, or what a compiler cannot do
-                refused += 1
-                run.report.row(f"{name} {_shown(tile)}", f"does not run: {type(error).__name__}: {str(error)[:90]}")
-                if expected is None:
-                    raise
-                continue
-            if expected is None:
-                expected = result
-                _within(run, f"{name} {_shown(tile)}", paged.error(result, {0}, 16))
-            elif not (far := relative(result, expected)) <= 2 * NEAR:
-                run.report.check(f"{name} {_shown(tile)}, result", False, f"differs by {far:.1e} from the table's tile")
-                continue
-            spent = run.seconds([partial(paged.attention, parts)], share / len(some) / 2)
-            found.append((spent, tile))
-        if not found:
+        if run.left() < 1:
             run.report.row(name, "left out: no time is left")
             continue
-        entry = next(((spent, tile) for spent, tile in found if tile == some[0]), None)
-        _ranking(run, name, found, entry, tried, len(some), refused)
-        if ones:
-            _splits(run, name, paged, part._replace(tile=some[0]))
-        del paged
+        with run.report.part(name):
+            _sweep(run, name, heads, ones, run.left() / (len(groups) - at))
     run.report.raise_wrong()
+
+
+def _sweep(run: Run, name: str, heads: tuple[int, int, int], ones: bool, budget: float) -> None:
+    """budget: seconds. The table's tile comes first, and others have to give what it gives."""
+    device = kernels().launch.device_of(run.device)
+    part, spans = _swept(run, device, heads, ones)
+    paged, some = Paged(run, spans, heads, "bfloat16"), tiles_of(device, heads, ones)
+    tokens, requests, group = sum(n for _, n in spans), len(spans), heads[0] // heads[1]
+    found: list[tuple[float, Any]] = []
+    expected: torch.Tensor | None = None
+    end, tried, refused = run.left() - budget, 0, 0
+    for tile in some[: run.pick(len(some), 2)]:
+        if run.left() < max(end, 0.5):
+            break
+        tried += 1
+        count = requests * -(-group // tile.rows) if ones else tokens * group // tile.rows + requests
+        parts = [part._replace(tile=tile, tiles=count)]
+        try:
+            result = paged.attention(parts)
+            run.synchronize()
+        except Exception as error:  # too much shared memory, or what a compiler cannot do
+            refused += 1
+            run.report.row(f"{name} {_shown(tile)}", f"does not run: {type(error).__name__}: {str(error)[:90]}")
+            if expected is None:
+                raise
+            continue
+        if expected is None:
+            expected = result
+            _within(run, f"{name} {_shown(tile)}", paged.error(result, {0}, 16))
+        elif not (far := relative(result, expected)) <= 2 * NEAR:
+            run.report.check(f"{name} {_shown(tile)}, result", False, f"differs by {far:.1e} from the table's tile")
+            continue
+        found.append((run.seconds([partial(paged.attention, parts)], budget / len(some) / 2), tile))
+    entry = next(((spent, tile) for spent, tile in found if tile == some[0]), None)
+    _ranking(run, name, found, entry, tried, len(some), refused)
+    if ones:
+        _splits(run, name, paged, part._replace(tile=some[0]))
 
 
 def _ranking(
