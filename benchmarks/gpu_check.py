@@ -184,7 +184,7 @@ def _compiler(run: Any, names: list[str]) -> Any:
         more = list(speed_variants(run, device))
     if not first and not more:
         return None
-    found = Compiler(run, [*first, *more], device.capability)
+    found = Compiler([*first, *more], device.capability)
     print(f"\n{found.wait(COMPILING, len(set(first)))}", flush=True)
     return found
 

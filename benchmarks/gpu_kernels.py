@@ -234,8 +234,9 @@ class _Target:
         self.get_current_stream = lambda device=None: 0
 
 
-def prepare_worker(capability: int) -> None:
-    """In a process that compiles: kernels are compiled for such a device where they would be launched."""
+@functools.cache
+def _only_compile(capability: int) -> None:
+    """In this process, kernels are compiled for such a device where they would be launched."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -244,11 +245,11 @@ def prepare_worker(capability: int) -> None:
     torch.set_num_threads(1)
     driver.set_active(_Target(GPUTarget("cuda", capability, 32)))
     JITFunction.__getitem__ = lambda self, grid: functools.partial(JITFunction.run, self, grid=grid, warmup=True)
-    kernels()
 
 
-def compile_variant(variant: Variant) -> float:
+def compile_variant(variant: Variant, capability: int) -> float:
     """Seconds that it took. What it makes lies in Triton's cache, where the launch finds it."""
+    _only_compile(capability)
     begin, launch = time.monotonic(), kernels().launch
     heads, dtype = variant.heads, dtype_of(variant.dtype)
     part = launch.Part(variant.ones, variant.mixed, 1, variant.splits, kernels().tiles.Tile(*variant.tile))
@@ -263,25 +264,24 @@ def compile_variant(variant: Variant) -> float:
 class Compiler:
     """Processes that compile variants in the order given; what fails there is compiled, or fails, where it is used."""
 
-    def __init__(self, run: Run, some: Sequence[Variant], capability: tuple[int, int]) -> None:
-        count = max(1, min(16, (os.cpu_count() or 1) - 1))
-        self._pool = multiprocessing.get_context("spawn").Pool(
-            count, prepare_worker, (10 * capability[0] + capability[1],)
-        )
-        self._found = [self._pool.apply_async(compile_variant, (variant,)) for variant in dict.fromkeys(some)]
+    def __init__(self, some: Sequence[Variant], capability: tuple[int, int]) -> None:
+        self._pool = multiprocessing.get_context("spawn").Pool(max(1, min(16, (os.cpu_count() or 1) - 1)))
+        target = 10 * capability[0] + capability[1]
+        self._found = [self._pool.apply_async(compile_variant, (one, target)) for one in dict.fromkeys(some)]
 
     def wait(self, seconds: float, first: int | None = None) -> str:
         """For the `first` of them, or all; says how far it got."""
-        end, spent, failed = time.monotonic() + seconds, 0.0, 0
+        begin, spent, failed = time.monotonic(), 0.0, list[Exception]()
         for found in self._found[:first]:
-            found.wait(max(0.0, end - time.monotonic()))
+            found.wait(max(0.0, begin + seconds - time.monotonic()))
             if found.ready():
                 try:
                     spent += found.get()
-                except Exception:  # noqa: BLE001 - a tile that does not fit, say: whoever launches it will see why
-                    failed += 1
+                except Exception as error:  # noqa: BLE001 - a tile that does not fit, say: whoever launches it will see
+                    failed.append(error)
         done, count = sum(found.ready() for found in self._found[:first]), len(self._found[:first])
-        return f"{done} of {count} compiled in {spent:.0f} s of CPU" + f", {failed} failed" * bool(failed)
+        text = f"{done} of {count} compiled, {spent:.0f} s of CPU, waited {time.monotonic() - begin:.0f} s"
+        return text + (f"; {len(failed)} failed, such as {failed[0]!r:.200}" if failed else "")
 
     def close(self) -> None:
         self._pool.terminate()
