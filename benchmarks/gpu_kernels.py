@@ -281,7 +281,7 @@ class Compiler:
                     failed.append(error)
         done, count = sum(found.ready() for found in self._found[:first]), len(self._found[:first])
         text = f"{done} of {count} compiled, {spent:.0f} s of CPU, waited {time.monotonic() - begin:.0f} s"
-        return text + (f"; {len(failed)} failed, such as {failed[0]!r:.200}" if failed else "")
+        return text + (f"; {len(failed)} failed, such as {str(failed[0]).strip().splitlines()[-1:]}" if failed else "")
 
     def close(self) -> None:
         self._pool.terminate()

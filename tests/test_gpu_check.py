@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,30 @@ def test_every_scene_of_a_gpu_has_its_reference(benchmarks: None) -> None:
             seen = (at >= 0) & (at < (window or length))
             expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1).flatten(1)
             assert common.relative(expected, paged.expected(request)) < 1e-4, (scene, request)
+
+
+def test_what_is_compiled_beforehand_is_what_the_backend_launches(tmp_path: Path) -> None:
+    """Without a GPU: compiled once, found by the kernels of the package."""
+    code = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import gpu_kernels
+from gpu_kernels import LLAMA, Variant
+variant = Variant(True, False, 4, (16, 32, 4, 2), LLAMA, 16, "bfloat16", "bfloat16")
+gpu_kernels.compile_variant(variant, 90)
+made = sorted(path.name for path in Path({str(tmp_path)!r}).rglob("*.cubin"))
+assert made == ["attend.cubin", "combine.cubin"], made
+from framework.plugins.kernels.triton import launch, tiles
+gpu_kernels.kernels = lambda: __import__("types").SimpleNamespace(launch=launch, tiles=tiles)
+gpu_kernels.compile_variant(variant, 90)
+assert made == sorted(path.name for path in Path({str(tmp_path)!r}).rglob("*.cubin"))
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_package_without_an_installation(benchmarks: None, tmp_path: Path) -> None:
