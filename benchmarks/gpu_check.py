@@ -106,7 +106,7 @@ def _interpreter() -> None:
     sys.path.append(str(ROOT / "tests"))
     import interpreter
 
-    (getattr(interpreter, "install", None) or interpreter._install)()
+    interpreter.install()
 
 
 def functions() -> dict[str, Callable[[Any], None]]:

@@ -19,12 +19,12 @@ def device() -> torch.device:
     """What Triton's kernels run on in tests: a GPU if there is one, else the CPU, interpreted."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    _install()
+    install()
     return torch.device("cpu")
 
 
-def _install() -> None:
-    """Once per process. conftest.py has set TRITON_INTERPRET before triton was first imported."""
+def install() -> None:
+    """Once per process. TRITON_INTERPRET was set before triton was first imported."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
