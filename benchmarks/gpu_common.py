@@ -190,12 +190,12 @@ class Run:
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error, relative to each number and their root mean square; infinite where one is NaN and the other
-    is not."""
+    """The largest error, relative to each number and the root mean square of its row, as rows of longer contexts hold
+    smaller numbers; infinite where one is NaN."""
     found, expected = found.double(), expected.to(found.device).double()
     if not expected.numel():
         return 0.0
-    far = (found - expected).abs() / (expected.abs() + expected.square().mean().sqrt())
+    far = (found - expected).abs() / (expected.abs() + expected.square().mean(-1, keepdim=True).sqrt())
     return float(far.nan_to_num(nan=math.inf).max())
 
 

@@ -17,7 +17,8 @@ DECODE, PREFILL, TILE = 0.85, 0.9, 0.95
 """Goals: shares of the bandwidth of a copy, of the best rival's speed, of the best tile's speed."""
 COLD = 512 << 20
 """Bytes that no cache of a device holds."""
-NEAR = 1e-2
+NEAR = 2e-2
+"""Errors of 16 bits in long contexts, of millions of numbers the largest."""
 SPLITS = (1, 2, 4, 8)
 LONGEST, GRAPHS = 131072, (1, 2, 4, *range(8, 257, 8))
 SMALL = (4, 2, 64)
@@ -333,7 +334,7 @@ def _sweep(run: Run, name: str, heads: tuple[int, int, int], ones: bool, budget:
         if expected is None:
             expected = result
             _within(run, f"{name} {_shown(tile)}", paged.error(result, {0}, 16))
-        elif not (far := relative(result, expected)) <= 2 * NEAR:
+        elif not (far := relative(result, expected)) <= 1.5 * NEAR:
             run.report.check(f"{name} {_shown(tile)}, result", False, f"differs by {far:.1e} from the table's tile")
             continue
         found.append((run.seconds([partial(paged.attention, parts)], budget / len(some) / 2), tile))
