@@ -260,8 +260,8 @@ class Settings(BaseSettings):
 
         Raises `ConfigError` with one line per problem, which says where the value came from.
         """
-        given = {name: value for name, value in flags.items() if value is not None}
-        values = _read(config) if config else {}
+        given = _renamed({name: value for name, value in flags.items() if value is not None}, "")
+        values = _renamed(_read(config), f" in {config}") if config else {}
         token = _file_values.set(values)
         try:
             return cls(**given)
@@ -275,6 +275,18 @@ class Settings(BaseSettings):
             raise ConfigError(f"{ENV_PREFIX}*: a variable's JSON is nested too deeply") from None
         finally:
             _file_values.reset(token)
+
+
+def _renamed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """With the fields' own names in place of other ones."""
+    known = {}
+    for field, info in Settings.model_fields.items():
+        if isinstance(info.json_schema_extra, dict) and info.json_schema_extra["alias"]:
+            known[str(info.json_schema_extra["alias"])] = field
+    for alias, field in known.items():
+        if alias in values and field in values:
+            raise ConfigError(f"{alias}{where} is another name of {field}: give one of them")
+    return {known.get(name, name): value for name, value in values.items()}
 
 
 def flag(field: str) -> str:

@@ -2,7 +2,7 @@
 
     python tests/signatures.py flash_attn-2.8.3.post2.tar.gz flashinfer_python-0.7.4-py3-none-any.whl
 
-reads them from archives as the package index has them, without running anything in there, and writes signatures.json;
+reads them from the archives as they were published, without running anything in there, and writes signatures.json;
 `python tests/signatures.py --check ARCHIVE...` only compares. A parameter list is text such as "(q, k=None, *, x=1)".
 """
 

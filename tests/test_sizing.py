@@ -150,3 +150,15 @@ def test_a_cpu_is_not_measured(tiny_llama: Path) -> None:
     executor.start(lambda stage, share: stages.add(stage))
     assert stages == {"load weights", "warm up"} and executor.device.torch == CPU
     executor.stop()
+
+
+def test_the_other_name_serves_files_and_python_too(tmp_path: Path) -> None:
+    path = tmp_path / "framework.yaml"
+    path.write_text("gpu_memory_utilization: 0.8\n")
+    assert Settings.load(path).kv_memory == "0.8"
+    assert Settings.load(None, gpu_memory_utilization=0.7).kv_memory == "0.7"
+    path.write_text("gpu-memory-utilization: 0.8\nkv-memory: 0.7\n")
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_utilization in .* is another name of kv_memory: give one of them"
+    ):
+        Settings.load(path)

@@ -220,14 +220,13 @@ def test_a_nan_of_the_model_is_seen() -> None:
 # Storing
 
 
-@MANY
 @given(
     tokens=st.integers(1, 40), heads=st.sampled_from([(4, 2), (9, 3), (1, 1)]),
     head_dim=st.sampled_from([16, 64, 80, 96, 256]), share=st.sampled_from([1.0, 0.5, 0.25]),
     block_size=st.sampled_from([16, 48]), dtype=st.sampled_from(DTYPES),
     kind=st.sampled_from([None, *FP8.values()]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_rotate_and_store(
+def _rotate_and_store(
     tokens: int, heads: tuple[int, int], head_dim: int, share: float, block_size: int, dtype: torch.dtype,
     kind: torch.dtype | None, seed: int,
 ) -> None:  # fmt: skip
@@ -264,6 +263,10 @@ def test_rotate_and_store(
         assert (found[rest] == 7).all()
 
 
+test_rotate_and_store = FEW(_rotate_and_store)
+test_rotate_and_store_of_many = pytest.mark.slow(MANY(_rotate_and_store))
+
+
 def test_a_pool_of_more_elements_than_32_bits_count() -> None:
     """Its last block is written and read where it is."""
     heads, kv_heads, size, head_dim, tokens = 16, 8, 256, 256, 5
@@ -287,12 +290,11 @@ def test_a_pool_of_more_elements_than_32_bits_count() -> None:
 # Row by row
 
 
-@MANY
 @given(
     rows=st.integers(1, 30), heads=st.sampled_from([0, 1, 3]), size=st.sampled_from([1, 20, 64, 576, 1100, 5000]),
     add=st.booleans(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_norm_of_sum(rows: int, heads: int, size: int, add: bool, dtype: torch.dtype, seed: int) -> None:
+def _norm_of_sum(rows: int, heads: int, size: int, add: bool, dtype: torch.dtype, seed: int) -> None:
     shape = (rows, heads, size) if heads else (rows, size)
     x = normal(rows, max(heads, 1) * size + 8, dtype=dtype, seed=seed)[:, 8:].view(shape)
     other, weight = normal(*shape, dtype=dtype, seed=seed + 1), normal(size, dtype=dtype, seed=seed + 2)
@@ -306,15 +308,22 @@ def test_norm_of_sum(rows: int, heads: int, size: int, add: bool, dtype: torch.d
     assert torch.equal(x, before)
 
 
-@MANY
+test_norm_of_sum = FEW(_norm_of_sum)
+test_norm_of_sum_of_many = pytest.mark.slow(MANY(_norm_of_sum))
+
+
 @given(
     rows=st.integers(1, 30), size=st.sampled_from([20, 64, 1024, 1100, 5000]),
     scale=st.sampled_from([1, 60]), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_gated_activation(rows: int, size: int, scale: int, dtype: torch.dtype, seed: int) -> None:
+def _gated_activation(rows: int, size: int, scale: int, dtype: torch.dtype, seed: int) -> None:
     x = normal(rows, 2 * size + 8, dtype=dtype, seed=seed)[:, 8:] * scale
     gate, up = x.double().cpu().chunk(2, -1)
     close(launch.silu_mul(x), gate / (1 + (-gate).exp()) * up, dtype, NEAR[dtype])
+
+
+test_gated_activation = FEW(_gated_activation)
+test_gated_activation_of_many = pytest.mark.slow(MANY(_gated_activation))
 
 
 # The step

@@ -16,7 +16,7 @@ from framework.plugins.kernels.triton import tiles
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB that a program may have (CUDA C++ Programming Guide, Compute Capabilities)."""
 SCRAP = 16
-"""Bytes: a register or two kept elsewhere, which the assembler prefers to another step down in occupancy."""
+"""Bytes that variants may spill: a register or two, which the assembler prefers to another step down in occupancy."""
 DTYPES = {2: "bf16", 4: "fp32"}
 EXHAUSTIVE = "EXHAUSTIVE" in os.environ
 ELEMENTWISE = [
@@ -58,8 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("triton")
 
 
-def build(cases: list[list[Any]], folder: Path) -> None:
-    """Compile them, print what they take, and fail on what a part does not have."""
+def build(cases: list[list[Any]], folder: Path, scrap: int = 0) -> None:
+    """Compile them, print what they take, and fail on what a part does not have, or on more than `scrap` bytes of
+    spilled registers."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("triton_aot.py")
     done = subprocess.run(
@@ -76,12 +77,12 @@ def build(cases: list[list[Any]], folder: Path) -> None:
         line = f"{arch:<4} {name:12} {dtype + ' ' + cache:11} {shape[0]:>3} {shape[1]:>3} {shape[2]:>4} {warps:>5} "
         line += f"{stages:>6} {found['registers']:>10} {found['spills']:>7} {found['shared']:>7}"
         print(line)
-        if found["spills"] > SCRAP or found["shared"] > SHARED[arch] * 1024:
+        if found["spills"] > scrap or found["shared"] > SHARED[arch] * 1024:
             wrong.append(f"{line}  {constants}")
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [80, 90, 100, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (86, 89, 120))])
 def test_every_tile(arch: int, folder: Path) -> None:
     cases = [attend(arch, size, head, ones) for size in (2, 4) for head in (64, 128, 256) for ones in (True, False)]
     build(cases + (elementwise(arch) if arch == 90 else []), folder)
@@ -106,4 +107,4 @@ def test_variants(arch: int, folder: Path) -> None:
         cases.append(attend(arch, 4, head, True, cache="fp8e5", WINDOWED=True))
         cases.append(attend(arch, 4, head, False, cache="fp8e5", group=1))
     turn = list(SHARED).index(arch)
-    build(cases if EXHAUSTIVE else cases[turn :: len(SHARED)], folder)
+    build(cases if EXHAUSTIVE else cases[turn :: len(SHARED)], folder, SCRAP)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from framework import CacheGroup, Meta, ReferenceBackend, Rope, Support
+from framework import CacheGroup, Meta, ReferenceBackend, Rope, Support, send
 
 from ..torch_backend import TorchBackend
 from . import FlashOptions
-from .library import FlashMeta, FlashPages, Library, blocks, upload
+from .library import FlashMeta, FlashPages, Library, blocks
 from .planned import FlashInfer
 from .varlen import FlashAttention2, FlashAttention3, TorchVarlen
 
@@ -137,4 +137,4 @@ def _begun(meta: FlashMeta, group: int, device: torch.device) -> torch.Tensor | 
     starts = batch.starts.astype(np.int64)
     first, end = (-(-x // batch.block_size) for x in (starts, starts + batch.lens))
     found = blocks(batch.tables[group], first, end - first)
-    return upload(found, np.int64, device) if len(found) else None
+    return send([found.astype(np.int64)], device)[0] if len(found) else None

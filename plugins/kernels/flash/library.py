@@ -73,10 +73,6 @@ def blocks(table: Array, first: Array, count: Array) -> Array:
     return np.asarray(table[request, column])
 
 
-def upload(array: Array, dtype: type[np.generic], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
-
-
 class Library(ABC):
     """One way to attend."""
 

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from .library import FlashMeta, FlashPages, Library, Seen, upload
+from framework import send
+
+from .library import FlashMeta, FlashPages, Library, Seen
 
 
 class Tables(NamedTuple):
@@ -27,13 +29,13 @@ class Tables(NamedTuple):
     @classmethod
     def of(cls, meta: FlashMeta, group: int, window: int | None, device: torch.device) -> Tables:
         first, pages, lens = Seen.of(meta.batch, window)
-        table = meta.tables[group]
+        arrays = [lens, np.concatenate(([0], np.cumsum(lens)))]
         if window is not None:
             # Behind a request's last page, that page again.
             column = first[:, None] + np.minimum(np.arange(int(pages.max())), pages[:, None] - 1)
-            table = upload(np.take_along_axis(meta.batch.tables[group], column, 1), np.int32, device)
-        sums = np.concatenate(([0], np.cumsum(lens)))
-        return cls(table, upload(lens, np.int32, device), upload(sums, np.int32, device), int(lens.max()))
+            arrays.append(np.take_along_axis(meta.batch.tables[group], column, 1))
+        counts, sums, *tables = send([np.ascontiguousarray(array, np.int32) for array in arrays], device)
+        return cls(tables[0] if tables else meta.tables[group], counts, sums, int(lens.max()))
 
 
 class Varlen(Library):

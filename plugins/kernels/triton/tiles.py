@@ -1,7 +1,7 @@
 """Shapes of the kernels' tiles: a table instead of measuring at start-up, so that what runs is known beforehand.
 
-Every entry is compiled ahead of time by the tests, without a GPU: none spills registers, and none takes more shared
-memory than the smallest part of its row has.
+Every entry is compiled ahead of time by the tests, without a GPU: none spills registers (with a window or a cap some
+spill one or two), and none takes more shared memory than the smallest part of its row has.
 """
 
 from __future__ import annotations
