@@ -220,12 +220,14 @@ def test_a_nan_of_the_model_is_seen() -> None:
 # Storing
 
 
-@given(
+stored = given(
     tokens=st.integers(1, 40), heads=st.sampled_from([(4, 2), (9, 3), (1, 1)]),
     head_dim=st.sampled_from([16, 64, 80, 96, 256]), share=st.sampled_from([1.0, 0.5, 0.25]),
     block_size=st.sampled_from([16, 48]), dtype=st.sampled_from(DTYPES),
     kind=st.sampled_from([None, *FP8.values()]), seed=st.integers(0, 99),
 )  # fmt: skip
+
+
 def _rotate_and_store(
     tokens: int, heads: tuple[int, int], head_dim: int, share: float, block_size: int, dtype: torch.dtype,
     kind: torch.dtype | None, seed: int,
@@ -263,8 +265,8 @@ def _rotate_and_store(
         assert (found[rest] == 7).all()
 
 
-test_rotate_and_store = FEW(_rotate_and_store)
-test_rotate_and_store_of_many = pytest.mark.slow(MANY(_rotate_and_store))
+test_rotate_and_store = FEW(stored(_rotate_and_store))
+test_rotate_and_store_of_many = pytest.mark.slow(MANY(stored(_rotate_and_store)))
 
 
 def test_a_pool_of_more_elements_than_32_bits_count() -> None:
@@ -290,10 +292,12 @@ def test_a_pool_of_more_elements_than_32_bits_count() -> None:
 # Row by row
 
 
-@given(
+normed = given(
     rows=st.integers(1, 30), heads=st.sampled_from([0, 1, 3]), size=st.sampled_from([1, 20, 64, 576, 1100, 5000]),
     add=st.booleans(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
 )  # fmt: skip
+
+
 def _norm_of_sum(rows: int, heads: int, size: int, add: bool, dtype: torch.dtype, seed: int) -> None:
     shape = (rows, heads, size) if heads else (rows, size)
     x = normal(rows, max(heads, 1) * size + 8, dtype=dtype, seed=seed)[:, 8:].view(shape)
@@ -308,22 +312,24 @@ def _norm_of_sum(rows: int, heads: int, size: int, add: bool, dtype: torch.dtype
     assert torch.equal(x, before)
 
 
-test_norm_of_sum = FEW(_norm_of_sum)
-test_norm_of_sum_of_many = pytest.mark.slow(MANY(_norm_of_sum))
+test_norm_of_sum = FEW(normed(_norm_of_sum))
+test_norm_of_sum_of_many = pytest.mark.slow(MANY(normed(_norm_of_sum)))
 
 
-@given(
+gated = given(
     rows=st.integers(1, 30), size=st.sampled_from([20, 64, 1024, 1100, 5000]),
     scale=st.sampled_from([1, 60]), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
 )  # fmt: skip
+
+
 def _gated_activation(rows: int, size: int, scale: int, dtype: torch.dtype, seed: int) -> None:
     x = normal(rows, 2 * size + 8, dtype=dtype, seed=seed)[:, 8:] * scale
     gate, up = x.double().cpu().chunk(2, -1)
     close(launch.silu_mul(x), gate / (1 + (-gate).exp()) * up, dtype, NEAR[dtype])
 
 
-test_gated_activation = FEW(_gated_activation)
-test_gated_activation_of_many = pytest.mark.slow(MANY(_gated_activation))
+test_gated_activation = FEW(gated(_gated_activation))
+test_gated_activation_of_many = pytest.mark.slow(MANY(gated(_gated_activation)))
 
 
 # The step

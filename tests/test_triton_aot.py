@@ -16,7 +16,7 @@ from framework.plugins.kernels.triton import tiles
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB that a program may have (CUDA C++ Programming Guide, Compute Capabilities)."""
 SCRAP = 16
-"""Bytes that variants may spill: a register or two, which the assembler prefers to another step down in occupancy."""
+"""Bytes that variants may spill: some registers, which the assembler prefers to another step down in occupancy."""
 DTYPES = {2: "bf16", 4: "fp32"}
 EXHAUSTIVE = "EXHAUSTIVE" in os.environ
 ELEMENTWISE = [
@@ -82,7 +82,7 @@ def build(cases: list[list[Any]], folder: Path, scrap: int = 0) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (86, 89, 120))])
+@pytest.mark.parametrize("arch", [80, 90, 100, pytest.param(120, marks=pytest.mark.slow)])
 def test_every_tile(arch: int, folder: Path) -> None:
     cases = [attend(arch, size, head, ones) for size in (2, 4) for head in (64, 128, 256) for ones in (True, False)]
     build(cases + (elementwise(arch) if arch == 90 else []), folder)
