@@ -24,6 +24,7 @@ from framework.testing import KernelConformance
 DEVICE = interpreter.device()
 CUDA = DEVICE.type == "cuda"
 FP8 = ("fp8_e5m2", "fp8_e4m3")
+EXHAUSTIVE = "EXHAUSTIVE" in os.environ
 
 
 @pytest.mark.parametrize(
@@ -127,16 +128,13 @@ def test_a_model_is_served_from_8_bits(tiny_llama: Path, kv_dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", FP8)
+@pytest.mark.parametrize("kv_dtype", FP8 if EXHAUSTIVE else ["fp8_e4m3"])
 def test_8_bits_are_swapped_out_and_in(tiny_llama: Path, kv_dtype: str) -> None:
     """Requests get the same tokens on a pool that holds few of them."""
     prompts = [list(range(5 + i, 35 + i)) for i in range(3)]
     roomy, _ = served(tiny_llama, kv_dtype, prompts, 8, kv_blocks=32)
     found, llm = served(tiny_llama, kv_dtype, prompts, 8, kv_blocks=6, swap_space="1MiB", preemption="swap")
     assert found == roomy and llm.engine.stats().preemptions_swap
-
-
-EXHAUSTIVE = "EXHAUSTIVE" in os.environ
 
 
 class _Kit(KernelConformance):
@@ -167,7 +165,7 @@ class _Fp8(_Kit):
     block_sizes: ClassVar = (16,)
     windows: ClassVar = (None, 6) if EXHAUSTIVE else (6,)
     shapes: ClassVar = ((4, 2, 16), (9, 3, 64)) if EXHAUSTIVE else ((9, 3, 64),)
-    batches = 5 if EXHAUSTIVE else 2
+    batches = 5 if EXHAUSTIVE else 1
     test_attention_of_large_scores = None  # rounding such keys moves scores by more than what tells them apart
 
     def tolerance(self, op: str, dtype: torch.dtype) -> float:
@@ -177,9 +175,11 @@ class _Fp8(_Kit):
         return wider.get(op) or super().tolerance(op, dtype)
 
 
-@pytest.mark.slow
-class TestE5m2(_Fp8):
-    settings: ClassVar = {"kv_dtype": "fp8_e5m2"}
+if EXHAUSTIVE:
+
+    @pytest.mark.slow
+    class TestE5m2(_Fp8):
+        settings: ClassVar = {"kv_dtype": "fp8_e5m2"}
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ class TestAll(_Kit):
     block_sizes: ClassVar = (16, 32) if EXHAUSTIVE else (32,)
     if not EXHAUSTIVE:
         test_block_bytes = test_copy_blocks = None
-        dtypes: ClassVar = ("float32", "bfloat16")
-        windows: ClassVar = (None, 6)
+        dtypes: ClassVar = ("float32",)
+        windows: ClassVar = (6,)
         shapes: ClassVar = ((9, 3, 64),)
-        batches = 2
+        batches = 1
