@@ -23,7 +23,10 @@ from .registry import Plugins
 from .types import Mode, Reject, Request, Status
 
 log = get_logger(__name__)
-_INTERRUPTED = "the step was interrupted"  # by Ctrl-C, say
+
+
+class _Interrupted(Exception):
+    """By Ctrl-C or a signal to stop: nobody need be told."""
 
 
 class Engine:
@@ -146,7 +149,7 @@ class Engine:
             return False
         self.steps += 1
         timings.stages = self.planner.stages
-        pending: Pending = Done(RuntimeError(_INTERRUPTED))
+        pending: Pending = Done(_Interrupted())
         try:
             pending = self.executor.submit(plan)
         except EngineDead:
@@ -170,7 +173,7 @@ class Engine:
                 outputs += self._failed(plan, exc)
                 continue
             except BaseException:
-                self._flying.appendleft((plan, Done(RuntimeError(_INTERRUPTED)), timings))
+                self._flying.appendleft((plan, Done(_Interrupted()), timings))
                 raise
             committing = self.clock.ns()
             outputs += self._commit(plan, result, committing)
@@ -202,7 +205,8 @@ class Engine:
         if isinstance(exc, PluginError) and exc.plugin:
             message = str(exc)
             report_fault(self.planner.policy.faults, exc.plugin, message, exc)
-        log.error("step failed; its requests are computed again", step=plan.step, error=message, exc_info=exc)
+        say = log.debug if isinstance(exc, _Interrupted) else log.error
+        say("step failed; its requests are computed again", step=plan.step, error=message, exc_info=exc)
         later = [self._flying.popleft() for _ in range(len(self._flying))]
         for behind, pending, _ in later:
             try:
