@@ -15,7 +15,7 @@ from structlog.contextvars import bind_contextvars
 from framework import EngineDead, PluginError, __version__
 from framework.registry import Plugins
 
-from . import errors, openai
+from . import errors, openai, tokens
 from .generation import Serving
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -63,6 +63,7 @@ def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
     for path in ("/health", "/ping"):
         app.add_api_route(path, health, methods=["GET"], tags=["operations"])
     app.add_api_route("/version", version, methods=["GET"], tags=["operations"])
+    app.include_router(tokens.router(serving))
     app.include_router(openai.router(serving))  # other dialects: one module with a `router` each, beside this one
     for routers in plugins.call("routes", client=client):
         try:

@@ -31,7 +31,9 @@ def spell(problem: Problem) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": message, "type": kind, "param": field, "code": status}}
 
 
-class _Route(JsonRoute):
+class Route(JsonRoute):
+    """Of every route whose errors are spelt as OpenAI's."""
+
     spell = staticmethod(spell)
 
 
@@ -167,14 +169,10 @@ class _Chat(_Reply):
     request: ChatRequest
 
     async def prompts(self) -> Sequence[list[int]]:
-        request = self.request
-        messages = [message.model_dump() for message in request.messages]
-        template = dict(request.chat_template_kwargs or {})
-        if request.add_generation_prompt is not None:
-            template["add_generation_prompt"] = request.add_generation_prompt
-        size = sum(len(message.content or "") for message in request.messages)
+        messages, template = self.request.chat(), self.request.template()
         self._greeted: set[int] = set()
-        return [await self.generation.tokenize(lambda: self.serving.inputs.render(messages, **template), size)]
+        render = self.serving.inputs.render
+        return [await self.generation.tokenize(lambda: render(messages, **template), self.request.size)]
 
     def _logprobs(self, logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
         if not self.request.logprobs:
@@ -234,7 +232,7 @@ def _chat_token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]
 
 def router(serving: Serving) -> APIRouter:
     """The routes under /v1."""
-    routes = APIRouter(prefix="/v1", route_class=_Route, tags=["OpenAI"])
+    routes = APIRouter(prefix="/v1", route_class=Route, tags=["OpenAI"])
     card = {
         "id": serving.model,
         "object": "model",
@@ -269,6 +267,6 @@ def router(serving: Serving) -> APIRouter:
         ("/completions", completions, "text_completion", "cmpl"),
         ("/chat/completions", chat, "chat", "chatcmpl"),
     ):
-        kind = route(_Route, serving, operation, prefix)
+        kind = route(Route, serving, operation, prefix)
         routes.add_api_route(path, handler, methods=["POST"], route_class_override=kind)
     return routes
