@@ -166,7 +166,9 @@ class _Run:
 
     def _make_server(self, info: EngineInfo, checkpoint: Checkpoint, tokenizer: Tokenizer) -> _Server:
         inputs = InputProcessor(checkpoint, tokenizer, info)
-        serving = Serving(self._client, inputs, tokenizer, info.model, int(time.time()))
+        serving = Serving(
+            self._client, inputs, tokenizer, info.model, int(time.time()), self._settings.served_model_name
+        )
         config = http_config(create_app(serving, self._plugins))
         url = _url(self._settings.host, self._listener)
         chat = tokenizer.chat_template is not None

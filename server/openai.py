@@ -14,7 +14,7 @@ from framework import Logprobs, Tokenizer
 from framework.detokenizer import Delta
 
 from .body import JsonRoute
-from .errors import Problem
+from .errors import Problem, unknown_model
 from .generation import Ask, Choice, Generation, Serving, route
 from .schemas import ChatRequest, CompletionRequest, GenerationRequest
 from .sse import Reply
@@ -233,14 +233,17 @@ def _chat_token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]
 def router(serving: Serving) -> APIRouter:
     """The routes under /v1."""
     routes = APIRouter(prefix="/v1", route_class=Route, tags=["OpenAI"])
-    card = {
-        "id": serving.model,
-        "object": "model",
-        "created": serving.created,
-        "owned_by": "framework",
-        "root": serving.model,
-        "parent": None,
-        "max_model_len": serving.inputs.info.max_model_len,
+    cards = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": serving.created,
+            "owned_by": "framework",
+            "root": serving.model,
+            "parent": None,
+            "max_model_len": serving.inputs.info.max_model_len,
+        }
+        for name in serving.names
     }
 
     def reply(kind: type[_Reply], body: GenerationRequest, request: Request) -> Response:
@@ -249,11 +252,12 @@ def router(serving: Serving) -> APIRouter:
         return Reply(generation, kind(serving, generation, body), bool(body.stream))
 
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": list(cards.values())})
 
     async def model(name: str) -> Response:
-        serving.check_model(name)
-        return JSONResponse(card)
+        if name not in cards:
+            raise unknown_model(name, serving.names)
+        return JSONResponse(cards[name])
 
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return reply(_Completion, body, request)
