@@ -139,7 +139,8 @@ class _Run:
             return
         self._server.should_exit = True
         drain = number == signal.SIGTERM and not again
-        end = EngineDead("the server is shutting down")
+        self._client.draining = "the server is shutting down"
+        end = EngineDead(self._client.draining)
         loop = asyncio.get_running_loop()
         if drain:
             self._server.config.timeout_graceful_shutdown = DRAIN + INTERRUPT

@@ -332,3 +332,7 @@ class TokenizeRequest(ChatTokenizeRequest):
 class DetokenizeRequest(_Body):
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True), _limited(0, MAX_TOKENS)]
+
+
+class AbortRequest(_Body):
+    request_ids: Annotated[list[str], Field(fail_fast=True), _limited(0, MAX_SEQUENCES)]
