@@ -47,8 +47,13 @@ class RequestIds:
 def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
     """The application for one ready engine."""
     # FastAPI's own instrumentation: the telemetry plugins see more, and it logs what clients send it
-    quiet = {"tracing": False, "metrics": False, "logs": False}
-    app = FastAPI(title="framework", version=__version__, telemetry=quiet, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="framework",
+        version=__version__,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+        docs_url=None,
+        redoc_url=None,
+    )
     errors.install(app, openai.spell)
     client = serving.client
 
