@@ -34,8 +34,8 @@ _HUB_IGNORE = ["*/*", "consolidated*.safetensors"]
 
 
 def display_name(settings: Settings) -> str:
-    """What clients call the model: --served-model-name, else the value of --model, else the demo's name."""
-    return settings.served_model_name or settings.model or _DEMO_NAME
+    """What clients call the model: the first --served-model-name, else the value of --model, else the demo's name."""
+    return next(iter(settings.served_model_name), None) or settings.model or _DEMO_NAME
 
 
 def demo_weights() -> Path:

@@ -64,18 +64,28 @@ class InputProcessor:
         a token.
         """
         if isinstance(prompt, str):
-            ids = self._tokens(prompt, add_special_tokens, "prompt")
-            bos = self.tokenizer.bos_token_id
-            if bos is not None and add_special_tokens and ids[:2] == [bos, bos]:
-                del ids[0]  # the text begins with it already
+            self._check_size(prompt, "prompt")
+            ids = self.tokenize(prompt, add_special_tokens)
         else:
             ids = self._fitting(list(prompt), "prompt")
-            for id in ids:
-                if not 0 <= id < self.info.vocab_size:
-                    raise InvalidRequest(
-                        "prompt", f"prompt: token id {id} is outside the vocabulary (0..{self.info.vocab_size - 1})"
-                    )
+            self.check_ids(ids, "prompt")
         return self._fitting(ids, "prompt")
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`, of a text that may be empty or too long for a request."""
+        ids = self.tokenizer.encode(text, add_special_tokens)
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and add_special_tokens and ids[:2] == [bos, bos]:
+            del ids[0]  # the text begins with it already
+        return ids
+
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Raise `InvalidRequest` naming `field` for an id outside the vocabulary."""
+        for id in ids:
+            if not 0 <= id < self.info.vocab_size:
+                raise InvalidRequest(
+                    field, f"{field}: token id {id} is outside the vocabulary (0..{self.info.vocab_size - 1})"
+                )
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
         """Token ids of a chat. `template`: variables of the chat template, such as add_generation_prompt.
@@ -83,16 +93,16 @@ class InputProcessor:
         Raises `InvalidRequest` as `encode` does, and with the template's message where it refuses the messages.
         """
         text = self.tokenizer.render(messages, **template)
-        return self._fitting(self._tokens(text, False, "messages"), "messages")
+        self._check_size(text, "messages")
+        return self._fitting(self.tokenizer.encode(text, add_special_tokens=False), "messages")
 
-    def _tokens(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
+    def _check_size(self, text: str, field: str) -> None:
         if len(text) > self._most:
             raise InvalidRequest(
                 field,
                 f"{field}: {len(text)} characters cannot fit into the limit of {self.info.max_model_len} tokens "
                 "(prompt and output); shorten it",
             )
-        return self.tokenizer.encode(text, add_special_tokens)
 
     def _fitting(self, ids: list[int], field: str) -> list[int]:
         limit = self.info.max_model_len

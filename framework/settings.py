@@ -6,6 +6,7 @@ Precedence: flags, then FRAMEWORK_* variables, then the YAML file, then the defa
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import string
@@ -20,6 +21,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -86,7 +88,9 @@ class Settings(BaseSettings):
 
     model: str | None = setting(None, "Model", "Directory, .gguf file or hub id. Default: the installed demo weights.")
     revision: str | None = setting(None, "Model", "Branch, tag or commit of a hub model.")
-    served_model_name: str | None = setting(None, "Model", "Name clients use; default: the value of --model.")
+    served_model_name: Annotated[tuple[str, ...], NoDecode] = setting(
+        (), "Model", "Name clients use; repeatable, the first is shown. Default: the value of --model."
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto",
         "Model",
@@ -208,6 +212,24 @@ class Settings(BaseSettings):
     @classmethod
     def _not_empty(cls, value: str | None) -> str | None:
         if value == "":
+            raise ValueError("must not be empty")
+        return value
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        """A variable holds one name, or a JSON list of several."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value) if value.startswith("[") else (value,)
+        except ValueError:
+            return (value,)
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _names_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
             raise ValueError("must not be empty")
         return value
 

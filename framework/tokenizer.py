@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -91,6 +92,12 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([_utf8(text)], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
+    def encode_spans(self, text: str) -> list[tuple[int, int, int]]:
+        """(token id, first character, one past the last) of what `encode` gives without special tokens added. Tokens
+        that are parts of one character have the whole of it."""
+        (encoding,) = self.backend.encode_batch([_utf8(text)], add_special_tokens=False)
+        return [(id, start, stop) for id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -104,11 +111,19 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
         """The prompt of a chat, to be encoded with `add_special_tokens=False`.
 
-        `kwargs` (tools, documents and whatever else the template reads) are its variables. Raises `InvalidRequest`
-        for messages that the template refuses or cannot render, and where there is no template.
+        `continue_final_message` ends it where the text of the last message does, for the model to go on with it;
+        `add_generation_prompt` is then to be False. `kwargs` (tools, documents and whatever else the template reads)
+        are its variables. Raises `InvalidRequest` for messages that the template refuses or cannot render, for those
+        that cannot be continued, and where there is no template.
         """
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self.chat_templates else "default"
         template = self.chat_templates.get(name)
@@ -121,13 +136,31 @@ class Tokenizer:
         variables = {"tools": None, "documents": None, **self.special, **kwargs}
         # Clients send null for what is absent, which templates would print or stumble over.
         chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        mark = ""
+        if continue_final_message:
+            if not chat or not isinstance(chat[-1].get("content"), str):
+                raise InvalidRequest(
+                    "messages", "messages: the last has no text that continue_final_message could go on"
+                )
+            mark = f"<{secrets.token_hex(16)}>"  # nobody's text
+            chat[-1]["content"] += mark + " "  # the space tells whether the template strips texts
         try:
-            return compile_template(template).render(
-                messages=chat, add_generation_prompt=add_generation_prompt, **variables
+            text = _utf8(
+                compile_template(template).render(
+                    messages=chat, add_generation_prompt=add_generation_prompt, **variables
+                )
             )
         except _TEMPLATE_ERRORS as exc:
             why = f"the chat template cannot render them: {one_line(exc)}"
             raise InvalidRequest("messages", f"messages: {why}") from exc
+        if not mark:
+            return text
+        before, found, after = text.rpartition(mark)
+        if not found:
+            raise InvalidRequest(
+                "messages", "messages: the chat template leaves out the last, which was to be continued"
+            )
+        return before if after.startswith(" ") else before.rstrip()
 
 
 class TokenStream:

@@ -15,7 +15,7 @@ from structlog.contextvars import bind_contextvars
 from framework import EngineDead, PluginError, __version__
 from framework.registry import Plugins
 
-from . import errors, openai
+from . import errors, openai, operations, reference, tokens
 from .generation import Serving
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -47,7 +47,13 @@ class RequestIds:
 def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
     """The application for one ready engine."""
     # FastAPI's own instrumentation: the telemetry plugins see more, and it logs what clients send it
-    app = FastAPI(title="framework", version=__version__, telemetry={"tracing": False, "metrics": False, "logs": False})
+    app = FastAPI(
+        title="framework",
+        version=__version__,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+        docs_url=None,
+        redoc_url=None,
+    )
     errors.install(app, openai.spell)
     client = serving.client
 
@@ -63,6 +69,9 @@ def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
     for path in ("/health", "/ping"):
         app.add_api_route(path, health, methods=["GET"], tags=["operations"])
     app.add_api_route("/version", version, methods=["GET"], tags=["operations"])
+    reference.install(app)
+    app.include_router(operations.router(serving))
+    app.include_router(tokens.router(serving))
     app.include_router(openai.router(serving))  # other dialects: one module with a `router` each, beside this one
     for routers in plugins.call("routes", client=client):
         try:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self
@@ -146,13 +146,15 @@ class EngineClient:
     """Lives in the event loop that calls `start`.
 
     `info` is None until the engine is ready. `dead` says why the engine is gone, `stalled` why it is given up until it
-    is heard again: as long as one of them is set, `generate` raises `EngineDead`.
+    is heard again: as long as one of them is set, `generate` raises `EngineDead`. `draining` says why no further
+    requests should come; those that do are answered.
     """
 
     def __init__(self, settings: Settings, plugins: Plugins, spawn: Callable[[Settings], Spawned] = spawn) -> None:
         self.info: EngineInfo | None = None
         self.dead: str | None = None
         self.stalled: str | None = None
+        self.draining: str | None = None
         self._settings = settings
         self._plugins = plugins
         self._spawn = spawn
@@ -262,6 +264,11 @@ class EngineClient:
             faults[plugin] = faults.get(plugin, 0) + count
         return msgspec.structs.replace(self._stats, plugin_faults=faults)
 
+    @property
+    def load(self) -> int:
+        """Responses that are unfinished, waiting ones included."""
+        return len({sequence.stream for sequence in self._sequences.values()})
+
     # Requests
 
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
@@ -297,6 +304,22 @@ class EngineClient:
         ids = [id for id in ids if self._sequences.pop(id, None) is not None]
         if ids and self.dead is None:
             self._socket.send(self._encoder.encode(Abort(list(ids), reason)))
+
+    def cancel(self, names: Set[str]) -> int:
+        """Have the engine end every unfinished response that is named: whoever waits for it gets what there is, with
+        the finish reason "abort". Returns how many of the names were found.
+
+        A response goes by its id, and by what follows the prefix of that: the id of the HTTP request.
+        """
+        found, ids = set(), []
+        for id, sequence in self._sequences.items():
+            whole = sequence.stream.record.id
+            if named := {whole, whole.partition("-")[2]} & names:
+                found |= named
+                ids.append(id)
+        if ids:
+            self._socket.send(self._encoder.encode(Abort(ids, "abort")))
+        return len(found)
 
     async def _read(self) -> None:
         try:

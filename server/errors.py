@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,6 +34,10 @@ _RULES = {
 
 class UnknownModel(FrameworkError):
     """HTTP 404."""
+
+
+def unknown_model(name: str, names: Sequence[str]) -> UnknownModel:
+    return UnknownModel(f"model: {name!r} is not served here; available: {', '.join(names)}")
 
 
 class BodyTooLarge(FrameworkError):

@@ -21,11 +21,14 @@ from framework.messages import Add
 
 from .body import JsonRoute
 from .client import EngineClient
-from .errors import Spelling, UnknownModel, problem
+from .errors import Spelling, problem, unknown_model
 from .limits import INLINE_TEXT, MAX_EXTRA
 from .traceparent import parse
 
 T = TypeVar("T")
+
+NO_NAME = ("", "dummy", "tgi")
+"""What clients send as the model when their user named none."""
 
 
 class Serving(NamedTuple):
@@ -38,11 +41,18 @@ class Serving(NamedTuple):
     """Name that clients call the model by."""
     created: int
     """Unix time at which the model was ready."""
+    aliases: Sequence[str] = ()
+    """Its further names."""
+
+    @property
+    def names(self) -> list[str]:
+        """Every name of the model, the one that is shown first."""
+        return list(dict.fromkeys((self.model, *self.aliases)))
 
     def check_model(self, name: str | None) -> None:
-        """Raise `UnknownModel` unless `name` is the served model's, or left out."""
-        if name is not None and name != self.model:
-            raise UnknownModel(f"model: {name!r} is not served here; available: {self.model}")
+        """Raise `UnknownModel` unless `name` is one of the served model's, or left out: see `NO_NAME`."""
+        if name is not None and name not in NO_NAME and name not in self.names:
+            raise unknown_model(name, self.names)
 
 
 class Ask(NamedTuple):

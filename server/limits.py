@@ -28,6 +28,10 @@ MAX_USER = 256
 """Characters of `user`: policies and metrics use it as a key."""
 MAX_EXTRA = 64 * 2**10
 """Bytes of `extra`: room for a grammar or a schema; each prompt carries it."""
+MAX_TEXT = 2**20
+"""Characters that /tokenize takes: a second of a thread, and 100 MB for what comes of them."""
+MAX_TOKENS = 2**20
+"""Token ids that /detokenize takes: decoding holds the interpreter, for 0.1 s."""
 INLINE_TEXT = 4096
 """Characters that are tokenised in the event loop, in about a millisecond; longer texts go to a thread."""
 

@@ -30,6 +30,7 @@ from framework.terminal import UI
 
 from .app import create_app
 from .client import EngineClient, Spawned
+from .gate import Gate
 from .generation import Serving
 from .limits import DRAIN, INTERRUPT, JOIN
 from .protocol import http_config
@@ -52,7 +53,7 @@ def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen, before the model loads: a port that is taken costs no minute, and early clients wait.
+    """Listen, before the model loads: a port that is taken costs no minute, and early clients wait: see `Gate`.
 
     Raises `ConfigError` naming --host or --port.
     """
@@ -78,18 +79,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us and says when it accepts."""
-
-    def __init__(self, config: uvicorn.Config, accepting: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._accepting = accepting
+    """Leaves signals to us."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._accepting()
 
 
 class _Run:
@@ -108,7 +101,8 @@ class _Run:
         self._ui = ui
         self._listener = listener
         self._client = EngineClient(settings, plugins, spawn)
-        self._server: _Server | None = None
+        self._gate = Gate()
+        self._server = _Server(http_config(self._gate))
         self._loading: asyncio.Task[Any] | None = None
         self._opening: threading.Thread | None = None
         self._signal: int | None = None
@@ -119,10 +113,17 @@ class _Run:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             self._loading = loop.create_task(self._load())
-            await asyncio.wait((self._loading,))
-            if self._signal is None and not self._loading.cancelled():
-                self._server = self._make_server(*self._loading.result())
-                await self._server.serve([self._listener])
+            serving = loop.create_task(self._server.serve([self._listener]))
+            try:
+                await asyncio.wait((self._loading,))
+                if self._signal is None and not self._loading.cancelled():
+                    self._open(*self._loading.result())
+            finally:
+                if not self._gate.opened:
+                    self._gate.close("the server is shutting down")
+                    self._server.config.timeout_graceful_shutdown = INTERRUPT
+                    self._server.should_exit = True
+                await serving
         finally:
             # All at once: none of these takes longer than 2 s, nor do they together.
             ending = asyncio.gather(self._client.close(), asyncio.to_thread(self._join))
@@ -133,13 +134,14 @@ class _Run:
 
     def _on_signal(self, number: int) -> None:
         again, self._signal = self._signal is not None, self._signal or number
-        if self._server is None:
+        if not self._gate.opened:
             if self._loading is not None:
                 self._loading.cancel()
             return
         self._server.should_exit = True
         drain = number == signal.SIGTERM and not again
-        end = EngineDead("the server is shutting down")
+        self._client.draining = "the server is shutting down"
+        end = EngineDead(self._client.draining)
         loop = asyncio.get_running_loop()
         if drain:
             self._server.config.timeout_graceful_shutdown = DRAIN + INTERRUPT
@@ -164,13 +166,14 @@ class _Run:
         if self._opening is not None:
             self._opening.join(JOIN)
 
-    def _make_server(self, info: EngineInfo, checkpoint: Checkpoint, tokenizer: Tokenizer) -> _Server:
+    def _open(self, info: EngineInfo, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
         inputs = InputProcessor(checkpoint, tokenizer, info)
-        serving = Serving(self._client, inputs, tokenizer, info.model, int(time.time()))
-        config = http_config(create_app(serving, self._plugins))
+        serving = Serving(
+            self._client, inputs, tokenizer, info.model, int(time.time()), self._settings.served_model_name
+        )
+        self._gate.open(create_app(serving, self._plugins))
         url = _url(self._settings.host, self._listener)
-        chat = tokenizer.chat_template is not None
-        return _Server(config, lambda: self._ui.banner(info, url, chat))
+        self._ui.banner(info, url, chat=tokenizer.chat_template is not None)
 
 
 def _open(settings: Settings, plugins: Plugins) -> tuple[Checkpoint, Tokenizer]:

@@ -14,7 +14,7 @@ from framework import Logprobs, Tokenizer
 from framework.detokenizer import Delta
 
 from .body import JsonRoute
-from .errors import Problem
+from .errors import Problem, unknown_model
 from .generation import Ask, Choice, Generation, Serving, route
 from .schemas import ChatRequest, CompletionRequest, GenerationRequest
 from .sse import Reply
@@ -31,7 +31,9 @@ def spell(problem: Problem) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": message, "type": kind, "param": field, "code": status}}
 
 
-class _Route(JsonRoute):
+class Route(JsonRoute):
+    """Of every route whose errors are spelt as OpenAI's."""
+
     spell = staticmethod(spell)
 
 
@@ -167,14 +169,10 @@ class _Chat(_Reply):
     request: ChatRequest
 
     async def prompts(self) -> Sequence[list[int]]:
-        request = self.request
-        messages = [message.model_dump() for message in request.messages]
-        template = dict(request.chat_template_kwargs or {})
-        if request.add_generation_prompt is not None:
-            template["add_generation_prompt"] = request.add_generation_prompt
-        size = sum(len(message.content or "") for message in request.messages)
+        messages, template = self.request.chat(), self.request.template()
         self._greeted: set[int] = set()
-        return [await self.generation.tokenize(lambda: self.serving.inputs.render(messages, **template), size)]
+        render = self.serving.inputs.render
+        return [await self.generation.tokenize(lambda: render(messages, **template), self.request.size)]
 
     def _logprobs(self, logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
         if not self.request.logprobs:
@@ -234,15 +232,18 @@ def _chat_token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]
 
 def router(serving: Serving) -> APIRouter:
     """The routes under /v1."""
-    routes = APIRouter(prefix="/v1", route_class=_Route, tags=["OpenAI"])
-    card = {
-        "id": serving.model,
-        "object": "model",
-        "created": serving.created,
-        "owned_by": "framework",
-        "root": serving.model,
-        "parent": None,
-        "max_model_len": serving.inputs.info.max_model_len,
+    routes = APIRouter(prefix="/v1", route_class=Route, tags=["OpenAI"])
+    cards = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": serving.created,
+            "owned_by": "framework",
+            "root": serving.model,
+            "parent": None,
+            "max_model_len": serving.inputs.info.max_model_len,
+        }
+        for name in serving.names
     }
 
     def reply(kind: type[_Reply], body: GenerationRequest, request: Request) -> Response:
@@ -251,11 +252,12 @@ def router(serving: Serving) -> APIRouter:
         return Reply(generation, kind(serving, generation, body), bool(body.stream))
 
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": list(cards.values())})
 
     async def model(name: str) -> Response:
-        serving.check_model(name)
-        return JSONResponse(card)
+        if name not in cards:
+            raise unknown_model(name, serving.names)
+        return JSONResponse(cards[name])
 
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return reply(_Completion, body, request)
@@ -269,6 +271,6 @@ def router(serving: Serving) -> APIRouter:
         ("/completions", completions, "text_completion", "cmpl"),
         ("/chat/completions", chat, "chat", "chatcmpl"),
     ):
-        kind = route(_Route, serving, operation, prefix)
+        kind = route(Route, serving, operation, prefix)
         routes.add_api_route(path, handler, methods=["POST"], route_class_override=kind)
     return routes

@@ -13,7 +13,7 @@ from .errors import Problem
 from .limits import DRAIN, KEEP_ALIVE
 from .openai import spell
 
-PROBES = ("/health", "/ping", "/metrics")
+PROBES = ("/health", "/ping", "/ready", "/load", "/metrics")
 """Machines ask for these every few seconds."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from framework import InvalidRequest, SamplingParams
 
@@ -21,12 +21,13 @@ from .limits import (
     MAX_STOP_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
+    MAX_TOKENS,
     MAX_USER,
 )
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _STRING = {"type": "string"}
-_RESERVED = {"self", "messages", "add_generation_prompt"}
+_RESERVED = {"self", "messages", "add_generation_prompt", "continue_final_message"}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
 
 
@@ -218,25 +219,61 @@ class ChatMessage(BaseModel):
     ] = None
 
 
-class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True), _limited(1, MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True), _limited(1, MAX_MESSAGES)]
+
+
+class Chat(_Body):
+    """What becomes a prompt through the chat template."""
+
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """What types cannot say. Raises `InvalidRequest`."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message", "continue_final_message excludes add_generation_prompt; leave out one of them"
+            )
+        for name in _RESERVED & set(self.chat_template_kwargs or ()):
+            raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs: {name} has a field of its own")
+
+    @property
+    def size(self) -> int:
+        """Characters of all messages."""
+        return sum(len(message.content or "") for message in self.messages or ())
+
+    def chat(self) -> list[dict[str, Any]]:
+        """The messages, as the template reads them."""
+        return [message.model_dump() for message in self.messages or ()]
+
+    def template(self) -> dict[str, Any]:
+        """Further arguments of `Tokenizer.render`."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.continue_final_message:
+            variables |= {"continue_final_message": True, "add_generation_prompt": False}
+        elif self.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = self.add_generation_prompt
+        return variables
+
+
+class ChatRequest(Chat, GenerationRequest):
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
     def check(self) -> None:
-        super().check()
+        Chat.check(self)
+        GenerationRequest.check(self)
         most = SamplingParams.MAX_LOGPROBS
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= most:
             raise InvalidRequest("top_logprobs", f"top_logprobs must be between 0 and {most}, got {self.top_logprobs}")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs: true")
-        for name in _RESERVED & set(self.chat_template_kwargs or ()):
-            raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs: {name} has a field of its own")
         if self.tools:
             raise InvalidRequest("tools", "tools are not supported")
         if self.response_format is not None and self.response_format.get("type") != "text":
@@ -254,3 +291,48 @@ class ChatRequest(GenerationRequest):
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         return fields
+
+
+class ChatTokenizeRequest(Chat):
+    """`tools` reach the template."""
+
+    model: str | None = None
+    messages: Messages
+    tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.chat_template is not None:
+            raise InvalidRequest(
+                "chat_template", "chat_template is not supported; start the server with --chat-template FILE"
+            )
+
+    def template(self) -> dict[str, Any]:
+        return super().template() | ({"tools": self.tools} if self.tools else {})
+
+
+class TokenizeRequest(ChatTokenizeRequest):
+    """Of a prompt or of messages."""
+
+    messages: Messages | None = None  # type: ignore[assignment]
+    prompt: Annotated[str, AfterValidator(_text)] | None = None
+    add_special_tokens: bool | None = None
+    """Left out: true for a prompt, false for a chat, whose template has its own."""
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.prompt is None and self.messages is None:
+            raise InvalidRequest("prompt", "prompt: is required, or else messages")
+        if self.prompt is not None and self.messages is not None:
+            raise InvalidRequest("messages", "messages and prompt exclude one another; leave out one of them")
+
+
+class DetokenizeRequest(_Body):
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True), _limited(0, MAX_TOKENS)]
+
+
+class AbortRequest(_Body):
+    request_ids: Annotated[list[str], Field(fail_fast=True), _limited(0, MAX_SEQUENCES)]

@@ -42,7 +42,7 @@ class EchoProcess:
     def __init__(self, settings: Settings) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.address = f"ipc://{self.folder.name}/engine"
-        command = [sys.executable, __file__, self.address, settings.served_model_name or "echo"]
+        command = [sys.executable, __file__, self.address, *(settings.served_model_name or ("echo",))[:1]]
         self.process = subprocess.Popen(command)
 
     def end(self, patience: float = 2.0) -> None:

@@ -99,7 +99,14 @@ def running(settings: Settings, **client_options: Any) -> Iterator[Running]:
     async def serve() -> None:
         try:
             info = await client.start()
-            serving = Serving(client, InputProcessor(checkpoint, tokenizer, info), tokenizer, info.model, 0)
+            serving = Serving(
+                client,
+                InputProcessor(checkpoint, tokenizer, info),
+                tokenizer,
+                info.model,
+                0,
+                settings.served_model_name,
+            )
             config = http_config(create_app(serving, plugins))
             config.timeout_graceful_shutdown = 5
             with bind("127.0.0.1", 0) as listener:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,27 @@ def test_ctrl_c_while_it_starts(tiny_llama: Path, tmp_path: Path, moment: str) -
             eventually(lambda: "load weights" in served.output, 60)
         assert served.stop(signal.SIGINT) in (130, -signal.SIGINT)  # the latter before Python can handle it
         assert "is ready" not in served.output
+
+
+def test_not_ready_while_it_starts(tiny_llama: Path, tmp_path: Path) -> None:
+    """Others than probes wait, and are served then."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with serve(tiny_llama, tmp_path, "--port", str(port)) as served, ThreadPoolExecutor(1) as pool:
+        url = f"http://127.0.0.1:{port}"
+
+        def status() -> int:
+            try:
+                return httpx.get(f"{url}/ready", timeout=30).status_code
+            except httpx.ConnectError:
+                return 0
+
+        assert eventually(status, 60) == 503
+        body = {"prompt": "The", "max_tokens": 3}
+        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        served.ready()
+        assert status() == 200
+        assert answer.result(60).json()["usage"]["completion_tokens"] == 3
 
 
 def test_ctrl_c_tells_those_who_wait(tiny_llama: Path, tmp_path: Path) -> None:

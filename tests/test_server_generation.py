@@ -344,7 +344,7 @@ class Silent:
 
 
 async def test_a_signal_the_moment_loading_ends(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither can loading be cancelled any more nor is there a server yet."""
+    """Neither can loading be cancelled any more nor is there an application yet."""
     plugins, settings = load_plugins(), Settings(model=str(tiny_llama))
     with main.bind("127.0.0.1", 0) as listener:
         run = main._Run(settings, plugins, Silent(), listener)
@@ -354,8 +354,41 @@ async def test_a_signal_the_moment_loading_ends(tiny_llama: Path, monkeypatch: p
             return ()
 
         monkeypatch.setattr(run, "_load", load)
-        monkeypatch.setattr(run, "_make_server", lambda: pytest.fail("the signal is lost"))
+        monkeypatch.setattr(run, "_open", lambda: pytest.fail("the signal is lost"))
         assert await run.main() == 130
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_who_waits_while_loading_is_told_of_its_end(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    plugins, settings = load_plugins(), Settings(model=str(tiny_llama))
+    failed = asyncio.Event()
+
+    async def load() -> Any:
+        await failed.wait()
+        raise ConfigError("no such model")
+
+    with main.bind("127.0.0.1", 0) as listener:
+        run = main._Run(settings, plugins, Silent(), listener)
+        monkeypatch.setattr(run, "_load", load)
+        whole = asyncio.create_task(run.main())
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=10) as http:
+            assert (await http.get("/ready")).json()["error"]["message"] == "the engine is starting"
+            waiting = asyncio.create_task(http.get("/v1/models"))
+            while not run._server.server_state.tasks:
+                await asyncio.sleep(0.01)
+            if fails:
+                failed.set()
+            else:
+                run._on_signal(signal.SIGTERM)
+            response = await waiting
+            assert (response.status_code, response.json()["error"]["message"]) == (503, "the server is shutting down")
+        if fails:
+            with pytest.raises(ConfigError, match="no such model"):
+                await whole
+        else:
+            assert await whole == 0
 
 
 @pytest.mark.parametrize("host", [".", "a" * 70, "a.\0b", "no.such.host.invalid"])

@@ -48,6 +48,18 @@ def test_provider_options_merge_key_by_key(tmp_path: Path, monkeypatch: pytest.M
     assert settings.plugin == ("three",)
 
 
+def test_names_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, names in (("tiny", ("tiny",)), ('["a", "b"]', ("a", "b")), ("[a", ("[a",))):
+        monkeypatch.setenv("FRAMEWORK_SERVED_MODEL_NAME", value)
+        assert Settings.load().served_model_name == names
+    assert Settings.load(served_model_name=("c",)).served_model_name == ("c",)
+    monkeypatch.delenv("FRAMEWORK_SERVED_MODEL_NAME")
+    for text, names in (("served_model_name: x", ("x",)), ("served-model-name: [x, y]", ("x", "y"))):
+        assert Settings.load(write(tmp_path, text)).served_model_name == names
+    with pytest.raises(ConfigError, match="--served-model-name"):
+        Settings.load(served_model_name=("a", ""))
+
+
 def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FRAMEWORK_PORT", "")
     assert Settings.load().port == 8000

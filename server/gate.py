@@ -1,0 +1,51 @@
+"""What the server answers before the engine is ready."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .app import RequestIds
+from .errors import Problem
+from .openai import spell
+from .protocol import PROBES
+
+
+class Gate:
+    """Stands before the application from the start: until there is one, probes are told so by a 503, and others wait.
+
+    Lives in one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._decided = asyncio.Event()
+        self._app: ASGIApp | None = None
+        self._why = "the engine is starting"
+
+    @property
+    def opened(self) -> bool:
+        return self._app is not None
+
+    def open(self, app: ASGIApp) -> None:
+        """From now on `app` answers, those who wait too."""
+        self._app = app
+        self._decided.set()
+
+    def close(self, why: str) -> None:
+        """There will be no application: everybody gets a 503 that says `why`. No matter if there is one already."""
+        self._why = why
+        self._decided.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in PROBES:
+            await self._decided.wait()
+        if self._app is None:
+            status, body = spell(Problem(503, self._why))
+            await RequestIds(Response(msgspec.json.encode(body), status, None, "application/json"))(
+                scope, receive, send
+            )
+        else:
+            await self._app(scope, receive, send)

@@ -1,0 +1,34 @@
+"""Routes for those who run the server: readiness, load, and requests that are to end."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from framework import EngineDead
+
+from .generation import Serving
+from .openai import Route
+from .schemas import AbortRequest
+
+
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(route_class=Route, tags=["operations"])
+    client = serving.client
+
+    async def ready() -> Response:
+        unfit = client.dead or client.stalled or client.draining
+        if unfit is not None:
+            raise EngineDead(unfit)
+        return Response()
+
+    async def load() -> Response:
+        return JSONResponse({"server_load": client.load})
+
+    async def abort(body: AbortRequest) -> Response:
+        return JSONResponse({"aborted": client.cancel(frozenset(body.request_ids))})
+
+    routes.add_api_route("/ready", ready, methods=["GET"])
+    routes.add_api_route("/load", load, methods=["GET"])
+    routes.add_api_route("/abort_requests", abort, methods=["POST"])
+    return routes

@@ -1,0 +1,94 @@
+"""Text to token ids and back, with the tokenizer and the chat template of the generating routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Response
+
+from framework import InvalidRequest
+
+from .generation import Serving
+from .limits import INLINE_TEXT, MAX_TEXT
+from .openai import Route
+from .schemas import ChatTokenizeRequest, DetokenizeRequest, TokenizeRequest
+
+
+def router(serving: Serving) -> APIRouter:
+    """Lengths have limits of their own here: a text may be longer than what the model takes."""
+    routes = APIRouter(route_class=Route, tags=["tokens"])
+    inputs, tokenizer = serving.inputs, serving.tokenizer
+
+    def tokenized(body: TokenizeRequest) -> Any:
+        if body.prompt is not None:
+            ids = inputs.tokenize(_limited(body.prompt, "prompt"), body.add_special_tokens is not False)
+        else:
+            text = tokenizer.render(body.chat(), **body.template())
+            ids = inputs.tokenize(_limited(text, "messages"), body.add_special_tokens is True)
+        return {
+            "count": len(ids),
+            "max_model_len": inputs.info.max_model_len,
+            "tokens": ids,
+            "token_strs": [tokenizer.id_to_token(id) for id in ids] if body.return_token_strs else None,
+        }
+
+    def detokenized(body: DetokenizeRequest) -> Any:
+        inputs.check_ids(body.tokens, "tokens")
+        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    def spans(body: ChatTokenizeRequest) -> Any:
+        text = _limited(tokenizer.render(body.chat(), **body.template()), "messages")
+        tokens = [
+            {"id": id, "text": text[start:stop], "start": start, "stop": stop}
+            for id, start, stop in tokenizer.encode_spans(text)
+        ]
+        return {"tokenize_response": tokens, "templated_text": text}
+
+    async def tokenize(body: TokenizeRequest) -> Response:
+        serving.check_model(body.model)
+        body.check()
+        return await _answer(lambda: tokenized(body), len(body.prompt or "") + body.size)
+
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        serving.check_model(body.model)
+        return await _answer(lambda: detokenized(body), len(body.tokens))
+
+    async def chat_tokenize(body: ChatTokenizeRequest) -> Response:
+        serving.check_model(body.model)
+        body.check()
+        return await _answer(lambda: spans(body), body.size)
+
+    async def tokenizer_info() -> Response:
+        info = {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # what a tokenizer.json is to transformers
+            "model_max_length": inputs.info.max_model_len,
+            "vocab_size": inputs.info.vocab_size,
+            "chat_template": tokenizer.chat_template,
+            "eos_token_ids": tokenizer.eos_token_ids,
+            **tokenizer.special,
+        }
+        return await _answer(lambda: info, 0)
+
+    for path, handler in (("/tokenize", tokenize), ("/detokenize", detokenize), ("/chat_tokenize", chat_tokenize)):
+        routes.add_api_route(path, handler, methods=["POST"])
+    routes.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"])
+    return routes
+
+
+def _limited(text: str, field: str) -> str:
+    if len(text) > MAX_TEXT:
+        raise InvalidRequest(field, f"{field}: {len(text)} characters, at most {MAX_TEXT} are possible; send parts")
+    return text
+
+
+async def _answer(work: Callable[[], Any], size: int) -> Response:
+    """What `work` gives, as JSON. In a thread if it deals with many characters or ids."""
+
+    def encoded() -> bytes:
+        return msgspec.json.encode(work())
+
+    body = encoded() if size <= INLINE_TEXT else await asyncio.to_thread(encoded)
+    return Response(body, media_type="application/json")

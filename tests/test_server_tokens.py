@@ -1,0 +1,174 @@
+"""/tokenize, /detokenize, /tokenizer_info and /chat_tokenize, beside what transformers says of the same checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from echo_engine import EchoProcess
+from framework.server.limits import MAX_TEXT, MAX_TOKENS
+from serving import Running, check_error, running
+
+from framework.settings import Settings
+
+TEXTS = ["The quick brown fox", "ok 🙂 漢字 done", "", " a\n\nb ", "<|im_start|>user", "word " * 3000]
+CHAT = [{"role": "user", "content": "Tell me of the fox 🙂."}, {"role": "assistant", "content": "It is  "}]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[Running]:
+    with running(Settings(model=str(tiny_llama), served_model_name="echo"), spawn=EchoProcess) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def spm(tiny_llama_spm: Path) -> Iterator[Running]:
+    """Its tokenizer adds BOS, as does its chat template."""
+    with running(Settings(model=str(tiny_llama_spm)), spawn=EchoProcess) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def theirs(tiny_llama: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def theirs_spm(tiny_llama_spm: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(tiny_llama_spm)
+
+
+def post(server: Running, path: str, **body: Any) -> Any:
+    response = server.post(path, **body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+@pytest.mark.parametrize("special", [None, True, False])
+def test_a_prompt(server: Running, spm: Running, theirs: Any, theirs_spm: Any, text: str, special: bool | None) -> None:
+    for ours, other in ((server, theirs), (spm, theirs_spm)):
+        expected = other.encode(text, add_special_tokens=special is not False)
+        body = post(ours, "/tokenize", prompt=text, add_special_tokens=special, return_token_strs=True, model=None)
+        assert body == {
+            "count": len(expected),
+            "max_model_len": 256,
+            "tokens": expected,
+            "token_strs": other.convert_ids_to_tokens(expected),
+        }
+        again = post(ours, "/detokenize", tokens=expected)
+        assert again == {"prompt": other.decode(expected, skip_special_tokens=False)}
+    assert post(server, "/detokenize", tokens=post(server, "/tokenize", prompt=text)["tokens"])["prompt"] == text
+
+
+def test_token_strings_are_null_unless_asked_for(server: Running) -> None:
+    assert post(server, "/tokenize", prompt="a b")["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"add_generation_prompt": True},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ],
+)
+def test_a_chat(server: Running, spm: Running, theirs: Any, theirs_spm: Any, options: dict[str, Any]) -> None:
+    for ours, other in ((server, theirs), (spm, theirs_spm)):
+        expected = other.apply_chat_template(CHAT, tokenize=True, return_dict=False, **options)
+        text = other.apply_chat_template(CHAT, tokenize=False, **options)
+        assert post(ours, "/tokenize", messages=CHAT, **options)["tokens"] == expected
+        body = post(ours, "/chat_tokenize", messages=CHAT, **options)
+        assert body["templated_text"] == text
+        assert [token["id"] for token in body["tokenize_response"]] == expected
+        for token in body["tokenize_response"]:
+            assert token["text"] == text[token["start"] : token["stop"]]
+        covered = {i for token in body["tokenize_response"] for i in range(token["start"], token["stop"])}
+        assert covered == set(range(len(text)))
+
+
+def test_the_tokens_are_those_of_a_request(server: Running, spm: Running) -> None:
+    """Defaults included, and BOS once, where the text begins with it already."""
+    for ours in (server, spm):
+        counts = post(ours, "/tokenize", messages=CHAT)["count"], post(ours, "/tokenize", prompt="<s>a b")["count"]
+        chat = post(ours, "/v1/chat/completions", messages=CHAT, max_tokens=1)
+        prompt = post(ours, "/v1/completions", prompt="<s>a b", max_tokens=1)
+        assert counts == (chat["usage"]["prompt_tokens"], prompt["usage"]["prompt_tokens"])
+    both = {"messages": CHAT, "continue_final_message": True}
+    answer = post(server, "/v1/chat/completions", **both, max_tokens=200, ignore_eos=True)
+    assert answer["choices"][0]["message"]["content"].endswith("It is  ")  # the engine repeats the prompt
+    assert post(server, "/tokenize", **both)["count"] == answer["usage"]["prompt_tokens"]
+
+
+def test_what_the_template_reads(tiny_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[0].content | trim }}{{ tools | length if tools else '' }}{{ extra | default('') }}")
+    with running(Settings(model=str(tiny_llama), chat_template=file), spawn=EchoProcess) as server:
+
+        def text(**body: Any) -> Any:
+            return post(server, "/chat_tokenize", messages=[{"role": "user", "content": " ab "}], **body)[
+                "templated_text"
+            ]
+
+        assert text() == "ab" and text(tools=[{}, {}]) == "ab2" and text(chat_template_kwargs={"extra": "x"}) == "abx"
+        assert text(continue_final_message=True) == "ab"  # a template that strips texts
+
+
+def test_half_a_character_is_replaced(server: Running) -> None:
+    body = b'{"messages": [{"role": "\\ud83d", "content": "a"}]}'
+    response = server.http.post("/chat_tokenize", content=body, headers={"Content-Type": "application/json"})
+    assert response.json()["templated_text"].startswith("<|im_start|>\ufffd\n")
+
+
+def test_what_a_client_is_told_of_the_tokenizer(server: Running, spm: Running, theirs: Any, theirs_spm: Any) -> None:
+    for ours, other in ((server, theirs), (spm, theirs_spm)):
+        info = ours.http.get("/tokenizer_info").json()
+        assert (info["eos_token"], info.get("bos_token")) == (other.eos_token, other.bos_token)
+        assert info["chat_template"] == other.chat_template and info["model_max_length"] == 256
+        assert info["eos_token_ids"] == [other.eos_token_id]
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": None, "messages": None}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": CHAT}, "messages"),
+    ("/tokenize", {"prompt": [1]}, "prompt"),
+    ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+    ("/tokenize", {"prompt": "a" * (MAX_TEXT + 1)}, "prompt"),
+    ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
+    ("/tokenize", {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
+     "continue_final_message"),
+    ("/tokenize", {"messages": [{"role": "assistant", "content": None}], "continue_final_message": True}, "messages"),
+    ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"continue_final_message": True}},
+     "chat_template_kwargs"),
+    ("/tokenize", {"messages": CHAT, "chat_template": "x"}, "chat_template"),
+    ("/tokenize", {"messages": CHAT, "tools": "x"}, "tools"),
+    ("/v1/chat/completions", {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
+     "continue_final_message"),
+    ("/chat_tokenize", {}, "messages"),
+    ("/chat_tokenize", {"messages": []}, "messages"),
+    ("/chat_tokenize", {"messages": [{"role": "user", "content": "a" * (MAX_TEXT + 1)}]}, "messages"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": "a"}, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/detokenize", {"tokens": [512]}, "tokens"),
+    ("/detokenize", {"tokens": [10**30]}, "tokens"),
+    ("/detokenize", {"tokens": [1] * (MAX_TOKENS + 1)}, "tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "field"), BAD, ids=range(len(BAD)))
+def test_errors_name_the_field(server: Running, path: str, body: dict[str, Any], field: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    message = check_error(server.http.post(path, content=json.dumps(body), headers=headers), 400, field)
+    assert field in message
+
+
+def test_another_model_is_not_tokenised_for(server: Running) -> None:
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": []})):
+        assert server.post(path, **body, model="echo").status_code == 200
+        check_error(server.post(path, **body, model="other"), 404, "model")
