@@ -17,6 +17,7 @@ from framework.registry import Plugins
 
 from . import errors, openai
 from .generation import Serving
+from .keys import Authentication, Keys
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -44,8 +45,8 @@ class RequestIds:
         await self._app(scope, receive, with_id)
 
 
-def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
-    """The application for one ready engine."""
+def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> ASGIApp:
+    """The application for one ready engine; for everybody, unless there are `keys`."""
     # FastAPI's own instrumentation: the telemetry plugins see more, and it logs what clients send it
     app = FastAPI(title="framework", version=__version__, telemetry={"tracing": False, "metrics": False, "logs": False})
     errors.install(app, openai.spell)
@@ -73,4 +74,4 @@ def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
         except Exception as error:  # a plugin may have given anything
             plugin = plugins.blame("routes", error)
             raise PluginError(f"plugin {plugin!r}: routes: {type(error).__name__}: {error}", plugin) from error
-    return RequestIds(app)  # outermost, so that every answer has an id
+    return RequestIds(Authentication(app, keys) if keys else app)  # outermost, so that every answer has an id

@@ -36,6 +36,14 @@ class UnknownModel(FrameworkError):
     """HTTP 404."""
 
 
+class Forbidden(FrameworkError):
+    """HTTP 403. `field` is the request field at fault."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class BodyTooLarge(FrameworkError):
     """HTTP 413."""
 
@@ -69,6 +77,8 @@ def problem(error: BaseException) -> Problem:
                 headers["Retry-After"] = str(math.ceil(error.retry_after))
         case InvalidRequest():
             status, field = 400, error.field or None
+        case Forbidden():
+            status, field = 403, error.field
         case UnknownModel():
             status, field = 404, "model"
         case BodyTooLarge():

@@ -28,6 +28,10 @@ MAX_USER = 256
 """Characters of `user`: policies and metrics use it as a key."""
 MAX_EXTRA = 64 * 2**10
 """Bytes of `extra`: room for a grammar or a schema; each prompt carries it."""
+MAX_KEY = 1024
+"""Characters of an API key."""
+MAX_KEY_FILE = 2**20
+"""Bytes of the file of API keys: a request is compared with each key."""
 INLINE_TEXT = 4096
 """Characters that are tokenised in the event loop, in about a millisecond; longer texts go to a thread."""
 

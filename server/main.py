@@ -31,6 +31,7 @@ from framework.terminal import UI
 from .app import create_app
 from .client import EngineClient, Spawned
 from .generation import Serving
+from .keys import Keys
 from .limits import DRAIN, INTERRUPT, JOIN
 from .protocol import http_config
 
@@ -43,12 +44,14 @@ def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
     Raises `FrameworkError`s that stop start-up.
     """
     configure(settings.log_level, settings.log_format)
+    keys = Keys.load(settings.api_key_file)
     with bind(settings.host, settings.port) as listener:
         placement = place(settings.threads)
         keep_to(placement.server)  # ahead of anything that starts threads
         plugins.activate(settings, engine=False)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Run(settings, plugins, ui, listener, partial(spawn, placement=placement)).main())
+            run = _Run(settings, plugins, ui, listener, partial(spawn, placement=placement), keys)
+            return runner.run(run.main())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -102,12 +105,14 @@ class _Run:
         ui: UI,
         listener: socket.socket,
         spawn: Callable[[Settings], Spawned] = spawn,
+        keys: Keys | None = None,
     ) -> None:
         self._settings = settings
         self._plugins = plugins
         self._ui = ui
         self._listener = listener
         self._client = EngineClient(settings, plugins, spawn)
+        self._keys = keys
         self._server: _Server | None = None
         self._loading: asyncio.Task[Any] | None = None
         self._opening: threading.Thread | None = None
@@ -167,7 +172,7 @@ class _Run:
     def _make_server(self, info: EngineInfo, checkpoint: Checkpoint, tokenizer: Tokenizer) -> _Server:
         inputs = InputProcessor(checkpoint, tokenizer, info)
         serving = Serving(self._client, inputs, tokenizer, info.model, int(time.time()))
-        config = http_config(create_app(serving, self._plugins))
+        config = http_config(create_app(serving, self._plugins, self._keys))
         url = _url(self._settings.host, self._listener)
         chat = tokenizer.chat_template is not None
         return _Server(config, lambda: self._ui.banner(info, url, chat))
