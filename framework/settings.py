@@ -119,6 +119,12 @@ class Settings(BaseSettings):
         "Accept only the API keys of this file, a name:key in each line; the variable FRAMEWORK_API_KEY is one more "
         "key, named default. Without keys everybody is served.",
     )
+    max_queued_requests: Annotated[int, Field(ge=1, le=_INT32)] = setting(
+        1024, "Server", "Most requests that wait for their first token; further ones are refused with 429."
+    )
+    max_queued_tokens: Annotated[int | None, Field(ge=1, le=_INT64)] = setting(
+        None, "Server", "Most prompt tokens of requests that wait for their first token; default: no limit."
+    )
 
     scheduler: str = setting("fcfs", "Scheduling", "Scheduler provider.")
     scheduler_opt: dict[str, Any] = setting({}, "Scheduling", "Option of the scheduler, key=value; repeatable.")

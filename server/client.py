@@ -46,6 +46,7 @@ from framework.registry import Plugins
 from framework.settings import Settings
 
 from .limits import LAST_WORDS, MAX_SENT, STALLED_AFTER
+from .waiting import Waiting
 from .watch import Activity
 
 log = get_logger(__name__)
@@ -146,13 +147,14 @@ class EngineClient:
     """Lives in the event loop that calls `start`.
 
     `info` is None until the engine is ready. `dead` says why the engine is gone, `stalled` why it is given up until it
-    is heard again: as long as one of them is set, `generate` raises `EngineDead`.
+    is heard again: as long as one of them is set, `generate` raises `EngineDead`. `waiting` is the queue.
     """
 
     def __init__(self, settings: Settings, plugins: Plugins, spawn: Callable[[Settings], Spawned] = spawn) -> None:
         self.info: EngineInfo | None = None
         self.dead: str | None = None
         self.stalled: str | None = None
+        self.waiting = Waiting(settings.max_queued_requests, settings.max_queued_tokens)
         self._settings = settings
         self._plugins = plugins
         self._spawn = spawn
@@ -230,6 +232,7 @@ class EngineClient:
         for stream in {sequence.stream for sequence in self._sequences.values()}:
             stream.fail(error)
         self._sequences.clear()
+        self.waiting.clear()
 
     async def close(self) -> None:
         """End the engine process, and whatever still waits for it. Idempotent."""
@@ -268,7 +271,7 @@ class EngineClient:
         """Send the requests of one response; their ids are made unique here. Sequences are numbered in their order,
         `Add.n` for each.
 
-        Raises `EngineDead`, and `InvalidRequest` for more than `MAX_SENT` bytes.
+        Raises `EngineDead`, `Rejected` if the queue is full, and `InvalidRequest` for more than `MAX_SENT` bytes.
         """
         gone = self.dead or self.stalled
         if gone is not None:
@@ -284,6 +287,8 @@ class EngineClient:
                     f"the request becomes {len(adds)} messages of about {len(encoded[-1])} bytes each (prompt, "
                     f"sampling parameters and extra), over {MAX_SENT} bytes in all; ask for fewer at once",
                 )
+        # Each prompt counts once: the sequences of one prompt share it.
+        self.waiting.enter({id: 0 if i else len(add.prompt) for add in adds for i, id in enumerate(add.ids)})
         ids = [id for add in adds for id in add.ids]
         stream = Stream(self, record, ids)
         for index, id in enumerate(ids):
@@ -295,6 +300,8 @@ class EngineClient:
     def abort(self, ids: Sequence[str], reason: str) -> None:
         """End requests now. Those that have ended by themselves are no matter."""
         ids = [id for id in ids if self._sequences.pop(id, None) is not None]
+        for id in ids:
+            self.waiting.leave(id)
         if ids and self.dead is None:
             self._socket.send(self._encoder.encode(Abort(list(ids), reason)))
 
@@ -359,6 +366,8 @@ class EngineClient:
             sequence = self._sequences.get(output.id)
             if sequence is None:
                 continue
+            if output.tokens or output.finish_reason is not None:
+                self.waiting.leave(output.id)
             if output.tokens:
                 record, last = sequence.stream.record, sequence.last
                 sequence.last = record.last_token = now

@@ -157,6 +157,7 @@ class Generation:
         record.attributes = _attributes(ask.fields)
         _check_extra(ask.extra)
         routing = self.serving.inputs.routing(ask.priority, self._tenant(ask), ask.cache_salt)
+        self.serving.client.waiting.check()  # what would be refused need not be tokenised
         prompts = self._prompts(ask, await tokenize())
         every = [prompt for prompt in prompts for _ in range(prompt.n)]
         record.choices = len(every)

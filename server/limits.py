@@ -45,6 +45,8 @@ MAX_MESSAGE = 2000
 
 # Seconds
 
+RETRY_AFTER = 1
+"""What is told who finds the queue full: it moves with every step."""
 KEEP_ALIVE = 75
 """An idle connection stays open longer than clients keep theirs: otherwise their next request can meet its end."""
 STALLED_AFTER = 15
