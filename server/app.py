@@ -16,6 +16,7 @@ from framework import EngineDead, PluginError, __version__
 from framework.registry import Plugins
 
 from . import errors, openai
+from .body import LimitedBody
 from .generation import Serving
 from .keys import Authentication, Keys
 
@@ -74,4 +75,5 @@ def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> 
         except Exception as error:  # a plugin may have given anything
             plugin = plugins.blame("routes", error)
             raise PluginError(f"plugin {plugin!r}: routes: {type(error).__name__}: {error}", plugin) from error
-    return RequestIds(Authentication(app, keys) if keys else app)  # outermost, so that every answer has an id
+    limited = LimitedBody(app)
+    return RequestIds(Authentication(limited, keys) if keys else limited)  # outermost, so that every answer has an id

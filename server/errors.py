@@ -32,6 +32,10 @@ _RULES = {
 """Pydantic's error types in the words of JSON."""
 
 
+_FOLDERS = re.compile(r"(?<![\w.:/\\-])(?:~|\.{1,2}|[A-Za-z]:)?[/\\](?:[^\s/\\'\"(),:;]+[/\\])*")
+"""Folders of an absolute or relative path: `/a/b/` of `/a/b/c.py`."""
+
+
 class UnknownModel(FrameworkError):
     """HTTP 404."""
 
@@ -42,10 +46,6 @@ class Forbidden(FrameworkError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
-
-
-class BodyTooLarge(FrameworkError):
-    """HTTP 413."""
 
 
 class Problem(NamedTuple):
@@ -81,8 +81,6 @@ def problem(error: BaseException) -> Problem:
             status, field = 403, error.field
         case UnknownModel():
             status, field = 404, "model"
-        case BodyTooLarge():
-            status = 413
         case ClientDisconnect():
             status, message = 499, "the client went away"
         case EngineDead():
@@ -91,7 +89,14 @@ def problem(error: BaseException) -> Problem:
             status = 500
         case _:
             status, message = 500, "internal error; the server's log has the details"
+    if status >= 500:
+        message = _outside(message)
     return Problem(status, brief(message, MAX_MESSAGE).encode("utf-8", "replace").decode(), field, headers)
+
+
+def _outside(message: str) -> str:
+    """What failed in here, as far as it is a client's business: the first line, without folders."""
+    return _FOLDERS.sub("", (message.strip().splitlines() or [""])[0])
 
 
 def _invalid(error: RequestValidationError) -> tuple[str, str | None]:

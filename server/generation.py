@@ -135,7 +135,7 @@ class Generation:
         """Note an error; what to tell the client of it, as its dialect has it."""
         found = problem(error)
         self.record.status, body = self._spell(found)
-        self.record.error = str(error) or type(error).__name__ if found.status == 500 else found.message
+        self.record.error = str(error) or type(error).__name__ if found.status >= 500 else found.message
         return body
 
     async def tokenize(self, work: Callable[[], T], size: int) -> T:
