@@ -119,6 +119,12 @@ class Settings(BaseSettings):
         "Accept only the API keys of this file, a name:key in each line; the variable FRAMEWORK_API_KEY is one more "
         "key, named default. Without keys everybody is served.",
     )
+    ssl_certfile: Path | None = setting(
+        None, "Server", "Speak HTTPS with this certificate, and those that vouch for it; a PEM file."
+    )
+    ssl_keyfile: Path | None = setting(
+        None, "Server", "Key of the certificate, in PEM without a password; default: it is in --ssl-certfile."
+    )
     max_queued_requests: Annotated[int, Field(ge=1, le=_INT32)] = setting(
         1024, "Server", "Most requests that wait for their first token; further ones are refused with 429."
     )

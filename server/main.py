@@ -34,6 +34,7 @@ from .generation import Serving
 from .keys import Keys
 from .limits import DRAIN, INTERRUPT, JOIN
 from .protocol import http_config
+from .tls import check_tls
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
     Raises `FrameworkError`s that stop start-up.
     """
     configure(settings.log_level, settings.log_format)
+    check_tls(settings)
     keys = Keys.load(settings.api_key_file)
     with bind(settings.host, settings.port) as listener:
         placement = place(settings.threads)
@@ -172,10 +174,10 @@ class _Run:
     def _make_server(self, info: EngineInfo, checkpoint: Checkpoint, tokenizer: Tokenizer) -> _Server:
         inputs = InputProcessor(checkpoint, tokenizer, info)
         serving = Serving(self._client, inputs, tokenizer, info.model, int(time.time()))
-        config = http_config(create_app(serving, self._plugins, self._keys))
-        url = _url(self._settings.host, self._listener)
+        config = http_config(create_app(serving, self._plugins, self._keys), self._settings)
+        url = _url(self._settings, self._listener)
         chat = tokenizer.chat_template is not None
-        return _Server(config, lambda: self._ui.banner(info, url, chat))
+        return _Server(config, lambda: self._ui.banner(info, url, chat, bool(self._keys)))
 
 
 def _open(settings: Settings, plugins: Plugins) -> tuple[Checkpoint, Tokenizer]:
@@ -210,8 +212,9 @@ def _in_thread(work: Callable[[], T]) -> tuple[threading.Thread, asyncio.Future[
     return thread, future
 
 
-def _url(host: str, listener: socket.socket) -> str:
+def _url(settings: Settings, listener: socket.socket) -> str:
     """The URL to use on this machine."""
     port = listener.getsockname()[1]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -103,7 +103,7 @@ def running(
         try:
             info = await client.start()
             serving = Serving(client, InputProcessor(checkpoint, tokenizer, info), tokenizer, info.model, 0)
-            config = http_config(create_app(serving, plugins, keys))
+            config = http_config(create_app(serving, plugins, keys), settings)
             config.timeout_graceful_shutdown = 5
             with bind("127.0.0.1", 0) as listener:
                 server = uvicorn.Server(config)
