@@ -30,7 +30,7 @@ class UI(Protocol):
         """`share` of `stage` is done: 0..1."""
 
     def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False) -> None:
-        """Ready at `url` (such as http://127.0.0.1:8000); `chat`: there is a chat template; `keys`: requests need one."""
+        """Ready at `url` (such as http://127.0.0.1:8000); `chat`: it has a chat template; `keys`: requests need one."""
 
 
 class TerminalUI:

@@ -343,7 +343,7 @@ INFO = EngineInfo(
 
 
 def test_the_first_request_brings_the_key_of_its_shell() -> None:
-    line = curl("demo", "https://127.0.0.1:8000", chat=True, keys=True)
+    line = curl(INFO.model, "https://127.0.0.1:8000", chat=True, keys=True)
     assert line in banner(INFO, "https://127.0.0.1:8000", chat=True, keys=True)
     command = line.replace("curl ", "printf '%s\\n' ", 1)
     shown = subprocess.run(
