@@ -209,7 +209,7 @@ def test_a_large_batch_is_checked_once(server: Running, monkeypatch: pytest.Monk
 
 
 def exchange(server: Running, data: bytes) -> http.client.HTTPResponse:
-    with socket.create_connection(("127.0.0.1", server.http.base_url.port)) as connection:
+    with socket.create_connection(("127.0.0.1", server.http.base_url.port), timeout=20) as connection:
         connection.sendall(data)
         answer = http.client.HTTPResponse(connection)
         answer.begin()

@@ -124,12 +124,16 @@ def test_what_exceeds_a_limit_by_itself_is_served_when_nothing_waits(server: Run
 
 
 def test_who_has_a_token_does_not_wait(server: Running) -> None:
-    body = {"prompt": [5] * 35, "max_tokens": 30, "stream": True, "extra": {"pace": 0.1}}
+    prompt = (server.ids("word ") * TOKENS)[:TOKENS]
+    body = {"prompt": prompt, "stream": True, "extra": {"pace": 0.2}}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: its end would be the response's
+        assert next(lines).startswith("data: ")
+        assert len(server.engine._sequences) == 1  # it goes on
         assert waiting(server) == (0, 0)
-        assert server.post("/v1/completions", prompt=[5] * 35).status_code == 200
-    eventually(lambda: waiting(server) == (0, 0))
+        assert server.post("/v1/completions", prompt=[5] * TOKENS, max_tokens=1).status_code == 200
+    eventually(lambda: not server.engine._sequences)
+    assert waiting(server) == (0, 0)
 
 
 def test_refusals_and_bad_requests_take_no_place(server: Running) -> None:
