@@ -30,6 +30,8 @@ from pydantic_settings import (
 from .errors import ConfigError, brief, one_line
 
 ENV_PREFIX = "FRAMEWORK_"
+API_KEY = "api_key"
+"""No setting, but a variable that the server reads: a flag would show in lists of processes, a setting in files."""
 DEFAULT_KV_MEMORY = "0.3"
 """Of the memory that is free, where the pool is in the host's."""
 DEFAULT_DEVICE_MEMORY = "0.9"
@@ -115,6 +117,24 @@ class Settings(BaseSettings):
 
     host: str = setting("127.0.0.1", "Server", "Address to listen on.")
     port: Annotated[int, Field(ge=0, le=65535)] = setting(8000, "Server", "Port to listen on; 0 picks a free one.")
+    api_key_file: Path | None = setting(
+        None,
+        "Server",
+        "Accept only the API keys of this file, a name:key in each line; the variable FRAMEWORK_API_KEY is one more "
+        "key, named default. Without keys everybody is served.",
+    )
+    ssl_certfile: Path | None = setting(
+        None, "Server", "Speak HTTPS with this certificate, and those that vouch for it; a PEM file."
+    )
+    ssl_keyfile: Path | None = setting(
+        None, "Server", "Key of the certificate, in PEM without a password; default: it is in --ssl-certfile."
+    )
+    max_queued_requests: Annotated[int, Field(ge=1, le=_INT32)] = setting(
+        1024, "Server", "Most requests that wait for their first token; further ones are refused with 429."
+    )
+    max_queued_tokens: Annotated[int | None, Field(ge=1, le=_INT64)] = setting(
+        None, "Server", "Most prompt tokens of requests that wait for their first token; default: no limit."
+    )
 
     scheduler: str = setting("fcfs", "Scheduling", "Scheduler provider.")
     scheduler_opt: dict[str, Any] = setting({}, "Scheduling", "Option of the scheduler, key=value; repeatable.")
@@ -342,7 +362,7 @@ def nearest(name: str, known: Mapping[str, Any], prefix: str = "") -> str:
 
 def unknown_variables() -> list[str]:
     """One sentence for each FRAMEWORK_* variable that is no setting: most likely a typing error."""
-    known = {field.upper(): None for field in (*Settings.model_fields, "config")}
+    known = {field.upper(): None for field in (*Settings.model_fields, API_KEY, "config")}
     given = sorted(name.removeprefix(ENV_PREFIX) for name in os.environ if name.startswith(ENV_PREFIX))
     # Compared without the prefix, which alone would make any two alike.
     return [
@@ -390,7 +410,7 @@ def _problems(
         field = str(problem["loc"][0]) if problem["loc"] else ""
         if field in given:
             where = flag(field)
-        elif variable(field) in os.environ:
+        elif field in Settings.model_fields and variable(field) in os.environ:
             where = variable(field)
         else:
             where = f"{field} in {config}" if field in values else field

@@ -29,8 +29,8 @@ class UI(Protocol):
     def progress(self, stage: str, share: float) -> None:
         """`share` of `stage` is done: 0..1."""
 
-    def banner(self, info: EngineInfo, url: str, chat: bool) -> None:
-        """Ready at `url` (such as http://127.0.0.1:8000); `chat`: there is a chat template."""
+    def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False) -> None:
+        """Ready at `url` (such as http://127.0.0.1:8000); `chat`: it has a chat template; `keys`: requests need one."""
 
 
 class TerminalUI:
@@ -72,13 +72,13 @@ class TerminalUI:
             task = self._stages[stage] = self._bars.add_task(stage, total=1.0)
         self._bars.update(task, completed=share)
 
-    def banner(self, info: EngineInfo, url: str, chat: bool) -> None:
+    def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False) -> None:
         """See `UI`."""
         self.close()
-        print(banner(info, url, chat), flush=True)
+        print(banner(info, url, chat, keys), flush=True)
 
 
-def banner(info: EngineInfo, url: str, chat: bool) -> str:
+def banner(info: EngineInfo, url: str, chat: bool, keys: bool = False) -> str:
     """Plain lines that no terminal width breaks: the last one is to be pasted."""
     names = sorted(info.providers.items(), key=lambda item: (*_ORDER, item[0]).index(item[0]))
     tokens = info.kv_blocks * info.block_size
@@ -104,7 +104,7 @@ def banner(info: EngineInfo, url: str, chat: bool) -> str:
     ]
     lines = [f"  {name:<9} {text}" for name, text in rows]
     head = f"framework {__version__} is ready (loaded in {info.load_seconds:.1f} s)"
-    return "\n".join(["", head, *lines, "", f"  {curl(info.model, url, chat)}", ""])
+    return "\n".join(["", head, *lines, "", f"  {curl(info.model, url, chat, keys)}", ""])
 
 
 def _preemption(info: EngineInfo) -> str:
@@ -121,12 +121,13 @@ def _preemption(info: EngineInfo) -> str:
     return f"{text} ({', '.join(rates)})" if rates else text
 
 
-def curl(model: str, url: str, chat: bool) -> str:
-    """A first request, quoted for a POSIX shell."""
+def curl(model: str, url: str, chat: bool, keys: bool = False) -> str:
+    """A first request, quoted for a POSIX shell, which puts in the key that it has in its environment."""
     ask: dict[str, object]
     if chat:
         route, ask = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is photosynthesis?"}]}
     else:
         route, ask = "/v1/completions", {"prompt": "Photosynthesis is"}
     body = json.dumps({"model": model, **ask, "max_tokens": 64, "temperature": 0})
-    return f"curl {shlex.quote(url + route)} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    key = ' -H "Authorization: Bearer $FRAMEWORK_API_KEY"' if keys else ""
+    return f"curl {shlex.quote(url + route)}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -16,7 +16,9 @@ from framework import EngineDead, PluginError, __version__
 from framework.registry import Plugins
 
 from . import errors, openai, operations, reference, tokens
+from .body import LimitedBody
 from .generation import Serving
+from .keys import Authentication, Keys
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -44,8 +46,8 @@ class RequestIds:
         await self._app(scope, receive, with_id)
 
 
-def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
-    """The application for one ready engine."""
+def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> ASGIApp:
+    """The application for one ready engine; for everybody, unless there are `keys`."""
     # FastAPI's own instrumentation: the telemetry plugins see more, and it logs what clients send it
     app = FastAPI(
         title="framework",
@@ -82,4 +84,5 @@ def create_app(serving: Serving, plugins: Plugins) -> ASGIApp:
         except Exception as error:  # a plugin may have given anything
             plugin = plugins.blame("routes", error)
             raise PluginError(f"plugin {plugin!r}: routes: {type(error).__name__}: {error}", plugin) from error
-    return RequestIds(app)  # outermost, so that every answer has an id
+    limited = LimitedBody(app)
+    return RequestIds(Authentication(limited, keys) if keys else limited)  # outermost, so that every answer has an id

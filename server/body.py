@@ -5,31 +5,45 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Coroutine
-from contextlib import aclosing
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from framework import InvalidRequest
 
-from .errors import BodyTooLarge, Problem
+from .errors import Problem
 from .limits import MAX_BODY
 
 
-class _LimitedRequest(Request):
-    async def body(self) -> bytes:
-        if not hasattr(self, "_body"):
-            chunks, size = [], 0
-            async with aclosing(self.stream()) as stream:
-                async for chunk in stream:
-                    size += len(chunk)
-                    if size > MAX_BODY:
-                        raise BodyTooLarge(f"the body is larger than {MAX_BODY} bytes")
-                    chunks.append(chunk)
-            self._body = b"".join(chunks)
-        return self._body
+class LimitedBody:
+    """Wraps the application, routes of plugins included: reading a body of more than `MAX_BODY` bytes raises an
+    `HTTPException`, before the first byte where the client says its length."""
 
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        size = 0
+        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+        too_large = declared.isdigit() and (len(declared) > 18 or int(declared) > MAX_BODY)
+
+        async def limited() -> Message:
+            nonlocal size
+            message = {} if too_large else await receive()
+            size += len(message.get("body", b""))
+            if too_large or size > MAX_BODY:  # FastAPI passes on no other kind of error from here
+                raise HTTPException(413, f"the body is larger than {MAX_BODY} bytes")
+            return message
+
+        await self._app(scope, limited, send)
+
+
+class _JsonRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
             self._json = _parse(await self.body())
@@ -58,7 +72,7 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it has one, must be a JSON object of at most `MAX_BODY` bytes. A dialect that spells
+    """A route whose body, if it has one, must be a JSON object. A dialect that spells
     errors in its own way has a subclass with its `spell`."""
 
     @staticmethod
@@ -78,7 +92,7 @@ class JsonRoute(APIRoute):
                     raise InvalidRequest(
                         "Content-Type", f"Content-Type must be application/json, got {kind[:100] or 'none'}"
                     )
-                request = _LimitedRequest(request.scope, request.receive)
+                request = _JsonRequest(request.scope, request.receive)
                 await request.json()
             return await handler(request)
 

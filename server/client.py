@@ -46,6 +46,7 @@ from framework.registry import Plugins
 from framework.settings import Settings
 
 from .limits import LAST_WORDS, MAX_SENT, STALLED_AFTER
+from .waiting import Waiting
 from .watch import Activity
 
 log = get_logger(__name__)
@@ -82,8 +83,9 @@ class Stream:
     Iterating raises `Rejected` for an output that is an error, and `EngineDead`.
     """
 
-    def __init__(self, client: EngineClient, record: ResponseRecord, ids: Sequence[str]) -> None:
+    def __init__(self, client: EngineClient, record: ResponseRecord, ids: Sequence[str], tenant: str) -> None:
         self.record = record
+        self.tenant = tenant
         self._client = client
         self._open = dict(enumerate(ids))
         self._news: dict[int, TokenOutput] = {}
@@ -147,7 +149,7 @@ class EngineClient:
 
     `info` is None until the engine is ready. `dead` says why the engine is gone, `stalled` why it is given up until it
     is heard again: as long as one of them is set, `generate` raises `EngineDead`. `draining` says why no further
-    requests should come; those that do are answered.
+    requests should come; those that do are answered. `waiting` is the queue.
     """
 
     def __init__(self, settings: Settings, plugins: Plugins, spawn: Callable[[Settings], Spawned] = spawn) -> None:
@@ -155,6 +157,7 @@ class EngineClient:
         self.dead: str | None = None
         self.stalled: str | None = None
         self.draining: str | None = None
+        self.waiting = Waiting(settings.max_queued_requests, settings.max_queued_tokens)
         self._settings = settings
         self._plugins = plugins
         self._spawn = spawn
@@ -232,6 +235,7 @@ class EngineClient:
         for stream in {sequence.stream for sequence in self._sequences.values()}:
             stream.fail(error)
         self._sequences.clear()
+        self.waiting.clear()
 
     async def close(self) -> None:
         """End the engine process, and whatever still waits for it. Idempotent."""
@@ -275,7 +279,7 @@ class EngineClient:
         """Send the requests of one response; their ids are made unique here. Sequences are numbered in their order,
         `Add.n` for each.
 
-        Raises `EngineDead`, and `InvalidRequest` for more than `MAX_SENT` bytes.
+        Raises `EngineDead`, `Rejected` if the queue is full, and `InvalidRequest` for more than `MAX_SENT` bytes.
         """
         gone = self.dead or self.stalled
         if gone is not None:
@@ -291,8 +295,10 @@ class EngineClient:
                     f"the request becomes {len(adds)} messages of about {len(encoded[-1])} bytes each (prompt, "
                     f"sampling parameters and extra), over {MAX_SENT} bytes in all; ask for fewer at once",
                 )
+        # Each prompt counts once: the sequences of one prompt share it.
+        self.waiting.enter({id: 0 if i else len(add.prompt) for add in adds for i, id in enumerate(add.ids)})
         ids = [id for add in adds for id in add.ids]
-        stream = Stream(self, record, ids)
+        stream = Stream(self, record, ids, adds[0].tenant if adds else "")
         for index, id in enumerate(ids):
             self._sequences[id] = _Sequence(stream, index)
         for message in encoded:
@@ -302,19 +308,23 @@ class EngineClient:
     def abort(self, ids: Sequence[str], reason: str) -> None:
         """End requests now. Those that have ended by themselves are no matter."""
         ids = [id for id in ids if self._sequences.pop(id, None) is not None]
+        for id in ids:
+            self.waiting.leave(id)
         if ids and self.dead is None:
             self._socket.send(self._encoder.encode(Abort(list(ids), reason)))
 
-    def cancel(self, names: Set[str]) -> int:
+    def cancel(self, names: Set[str], tenant: str | None = None) -> int:
         """Have the engine end every unfinished response that is named: whoever waits for it gets what there is, with
         the finish reason "abort". Returns how many of the names were found.
 
-        A response goes by its id, and by what follows the prefix of that: the id of the HTTP request.
+        A response goes by its id, and by what follows the prefix of that: the id of the HTTP request. tenant: whose
+        responses alone are looked at; None: everybody's.
         """
         found, ids = set(), []
         for id, sequence in self._sequences.items():
             whole = sequence.stream.record.id
-            if named := {whole, whole.partition("-")[2]} & names:
+            named = {whole, whole.partition("-")[2]} & names
+            if named and tenant in (None, sequence.stream.tenant):
                 found |= named
                 ids.append(id)
         if ids:
@@ -382,6 +392,8 @@ class EngineClient:
             sequence = self._sequences.get(output.id)
             if sequence is None:
                 continue
+            if output.tokens or output.finish_reason is not None:
+                self.waiting.leave(output.id)
             if output.tokens:
                 record, last = sequence.stream.record, sequence.last
                 sequence.last = record.last_token = now

@@ -32,6 +32,10 @@ _RULES = {
 """Pydantic's error types in the words of JSON."""
 
 
+_FOLDERS = re.compile(r"(?<![\w.:/\\-])(?:~|\.{1,2}|[A-Za-z]:)?[/\\](?:[^\s/\\'\"(),:;]+[/\\])*")
+"""Folders of an absolute or relative path: `/a/b/` of `/a/b/c.py`."""
+
+
 class UnknownModel(FrameworkError):
     """HTTP 404."""
 
@@ -40,8 +44,12 @@ def unknown_model(name: str, names: Sequence[str]) -> UnknownModel:
     return UnknownModel(f"model: {name!r} is not served here; available: {', '.join(names)}")
 
 
-class BodyTooLarge(FrameworkError):
-    """HTTP 413."""
+class Forbidden(FrameworkError):
+    """HTTP 403. `field` is the request field at fault."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class Problem(NamedTuple):
@@ -73,10 +81,10 @@ def problem(error: BaseException) -> Problem:
                 headers["Retry-After"] = str(math.ceil(error.retry_after))
         case InvalidRequest():
             status, field = 400, error.field or None
+        case Forbidden():
+            status, field = 403, error.field
         case UnknownModel():
             status, field = 404, "model"
-        case BodyTooLarge():
-            status = 413
         case ClientDisconnect():
             status, message = 499, "the client went away"
         case EngineDead():
@@ -85,7 +93,14 @@ def problem(error: BaseException) -> Problem:
             status = 500
         case _:
             status, message = 500, "internal error; the server's log has the details"
+    if status >= 500:
+        message = _outside(message)
     return Problem(status, brief(message, MAX_MESSAGE).encode("utf-8", "replace").decode(), field, headers)
+
+
+def _outside(message: str) -> str:
+    """What failed in here, as far as it is a client's business: the first line, without folders."""
+    return _FOLDERS.sub("", (message.strip().splitlines() or [""])[0])
 
 
 def _invalid(error: RequestValidationError) -> tuple[str, str | None]:

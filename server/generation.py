@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -21,7 +20,8 @@ from framework.messages import Add
 
 from .body import JsonRoute
 from .client import EngineClient
-from .errors import Spelling, problem, unknown_model
+from .errors import Forbidden, Spelling, problem, unknown_model
+from .keys import caller
 from .limits import INLINE_TEXT, MAX_EXTRA
 from .traceparent import parse
 
@@ -64,11 +64,13 @@ class Ask(NamedTuple):
     """Choices of each prompt. They are independent draws, with a seed too; the first has the request's own seed."""
     priority: int = 0
     tenant: str = ""
-    """Left out: a digest of the caller's API key."""
+    """Left out: `user`, or else who brought the API key."""
     cache_salt: str = ""
     extra: dict[str, Any] | None = None
     names: Mapping[str, str] = {}
     """How the client spells fields, where it is not as we do."""
+    user: str = ""
+    """Whom the client acts for: the tenant, where the server knows no API keys."""
 
 
 class Prompt(NamedTuple):
@@ -107,7 +109,8 @@ class Generation:
         self.choices: list[Choice] = []
         self._request_id: str = request.state.request_id
         self._spell: Spelling = request.state.spell
-        self._caller = _caller(request)
+        self._caller = caller(request)
+        self._known = hasattr(request.state, "tenant")  # by an API key of the server's
         parent = parse(request.headers.getlist("traceparent"))
         self.record = ResponseRecord(
             id=f"{prefix}-{self._request_id}",
@@ -142,7 +145,7 @@ class Generation:
         """Note an error; what to tell the client of it, as its dialect has it."""
         found = problem(error)
         self.record.status, body = self._spell(found)
-        self.record.error = str(error) or type(error).__name__ if found.status == 500 else found.message
+        self.record.error = str(error) or type(error).__name__ if found.status >= 500 else found.message
         return body
 
     async def tokenize(self, work: Callable[[], T], size: int) -> T:
@@ -163,7 +166,8 @@ class Generation:
         record, tokenizer = self.record, self.serving.tokenizer
         record.attributes = _attributes(ask.fields)
         _check_extra(ask.extra)
-        routing = self.serving.inputs.routing(ask.priority, ask.tenant or self._caller, ask.cache_salt)
+        routing = self.serving.inputs.routing(ask.priority, self._tenant(ask), ask.cache_salt)
+        self.serving.client.waiting.check()  # what would be refused need not be tokenised
         prompts = self._prompts(ask, await tokenize())
         every = [prompt for prompt in prompts for _ in range(prompt.n)]
         record.choices = len(every)
@@ -198,6 +202,13 @@ class Generation:
                     news.append((choice, delta))
                 record.detokenize_ns += time.monotonic_ns() - begin
                 yield news
+
+    def _tenant(self, ask: Ask) -> str:
+        if not self._known:
+            return ask.tenant or ask.user or self._caller
+        if ask.tenant not in ("", self._caller):
+            raise Forbidden("tenant", f"tenant: this API key is that of {self._caller!r}; leave tenant out")
+        return self._caller
 
     def _prompts(self, ask: Ask, every: Sequence[list[int]]) -> list[Prompt]:
         inputs = self.serving.inputs
@@ -245,14 +256,6 @@ def route(base: type[JsonRoute], serving: Serving, operation: str, prefix: str) 
             return handle
 
     return GenerationRoute
-
-
-def _caller(request: Request) -> str:
-    """Who asks, where the body does not say: a digest of the API key, so that the key itself goes nowhere."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        return ""
-    return "key-" + hashlib.blake2b(key.strip().encode(), digest_size=8).hexdigest()
 
 
 def _check_extra(extra: Mapping[str, Any] | None) -> None:

@@ -32,6 +32,10 @@ MAX_TEXT = 2**20
 """Characters that /tokenize takes: a second of a thread, and 100 MB for what comes of them."""
 MAX_TOKENS = 2**20
 """Token ids that /detokenize takes: decoding holds the interpreter, for 0.1 s."""
+MAX_KEY = 1024
+"""Characters of an API key."""
+MAX_KEY_FILE = 2**20
+"""Bytes of the file of API keys: a request is compared with each key."""
 INLINE_TEXT = 4096
 """Characters that are tokenised in the event loop, in about a millisecond; longer texts go to a thread."""
 
@@ -45,6 +49,8 @@ MAX_MESSAGE = 2000
 
 # Seconds
 
+RETRY_AFTER = 1
+"""What is told who finds the queue full: it moves with every step."""
 KEEP_ALIVE = 75
 """An idle connection stays open longer than clients keep theirs: otherwise their next request can meet its end."""
 STALLED_AFTER = 15

@@ -32,8 +32,10 @@ from .app import create_app
 from .client import EngineClient, Spawned
 from .gate import Gate
 from .generation import Serving
+from .keys import Keys
 from .limits import DRAIN, INTERRUPT, JOIN
 from .protocol import http_config
+from .tls import check_tls
 
 T = TypeVar("T")
 
@@ -44,12 +46,15 @@ def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
     Raises `FrameworkError`s that stop start-up.
     """
     configure(settings.log_level, settings.log_format)
+    check_tls(settings)
+    keys = Keys.load(settings.api_key_file)
     with bind(settings.host, settings.port) as listener:
         placement = place(settings.threads)
         keep_to(placement.server)  # ahead of anything that starts threads
         plugins.activate(settings, engine=False)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Run(settings, plugins, ui, listener, partial(spawn, placement=placement)).main())
+            run = _Run(settings, plugins, ui, listener, partial(spawn, placement=placement), keys)
+            return runner.run(run.main())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -95,14 +100,16 @@ class _Run:
         ui: UI,
         listener: socket.socket,
         spawn: Callable[[Settings], Spawned] = spawn,
+        keys: Keys | None = None,
     ) -> None:
         self._settings = settings
         self._plugins = plugins
         self._ui = ui
         self._listener = listener
         self._client = EngineClient(settings, plugins, spawn)
+        self._keys = keys
         self._gate = Gate()
-        self._server = _Server(http_config(self._gate))
+        self._server = _Server(http_config(self._gate, settings))
         self._loading: asyncio.Task[Any] | None = None
         self._opening: threading.Thread | None = None
         self._signal: int | None = None
@@ -171,9 +178,9 @@ class _Run:
         serving = Serving(
             self._client, inputs, tokenizer, info.model, int(time.time()), self._settings.served_model_name
         )
-        self._gate.open(create_app(serving, self._plugins))
-        url = _url(self._settings.host, self._listener)
-        self._ui.banner(info, url, chat=tokenizer.chat_template is not None)
+        self._gate.open(create_app(serving, self._plugins, self._keys))
+        url = _url(self._settings, self._listener)
+        self._ui.banner(info, url, tokenizer.chat_template is not None, bool(self._keys))
 
 
 def _open(settings: Settings, plugins: Plugins) -> tuple[Checkpoint, Tokenizer]:
@@ -208,8 +215,9 @@ def _in_thread(work: Callable[[], T]) -> tuple[threading.Thread, asyncio.Future[
     return thread, future
 
 
-def _url(host: str, listener: socket.socket) -> str:
+def _url(settings: Settings, listener: socket.socket) -> str:
     """The URL to use on this machine."""
     port = listener.getsockname()[1]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from framework import EngineDead
@@ -25,8 +25,10 @@ def router(serving: Serving) -> APIRouter:
     async def load() -> Response:
         return JSONResponse({"server_load": client.load})
 
-    async def abort(body: AbortRequest) -> Response:
-        return JSONResponse({"aborted": client.cancel(frozenset(body.request_ids))})
+    async def abort(body: AbortRequest, request: Request) -> Response:
+        # With API keys each caller ends its own requests; those of others are as if they were not there.
+        tenant = getattr(request.state, "tenant", None)
+        return JSONResponse({"aborted": client.cancel(frozenset(body.request_ids), tenant)})
 
     routes.add_api_route("/ready", ready, methods=["GET"])
     routes.add_api_route("/load", load, methods=["GET"])

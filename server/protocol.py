@@ -9,6 +9,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from framework.settings import Settings
+
 from .errors import Problem
 from .limits import DRAIN, KEEP_ALIVE
 from .openai import spell
@@ -17,8 +19,11 @@ PROBES = ("/health", "/ping", "/ready", "/load", "/metrics")
 """Machines ask for these every few seconds."""
 
 
-def http_config(app: ASGIApp) -> uvicorn.Config:
-    """For all servers. What was asked for by `PROBES` is logged at debug level only, unless the answer is an error."""
+def http_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """For all servers; with a certificate, of HTTPS.
+
+    What was asked for by `PROBES` is logged at debug level only, unless the answer is an error.
+    """
     logging.getLogger("uvicorn.access").addFilter(_quieter)
     return uvicorn.Config(
         app,
@@ -26,6 +31,8 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=DRAIN,
     )

@@ -150,7 +150,8 @@ class GenerationRequest(_Body):
     priority: Int64 | None = None
     """Lower is sooner. Refused where the scheduler would ignore it."""
     tenant: str | None = None
-    """Whose share of the service this counts against; left out: `user`, or else the API key."""
+    """Whose share of the service this counts against; left out: `user`, or else the API key. With keys of
+    the server's: only the key's name."""
     user: Annotated[str | None, BeforeValidator(_user)] = None
     cache_salt: str | None = None
     """Only requests with the same salt share cached prefixes."""
@@ -171,8 +172,15 @@ class GenerationRequest(_Body):
         return {name: value for name, value in fields.items() if value is not None}
 
     def ask(self) -> Ask:
-        tenant = self.tenant or self.user or ""
-        return Ask(self.sampling(), self.n or 1, self.priority or 0, tenant, self.cache_salt or "", self.extra)
+        return Ask(
+            self.sampling(),
+            self.n or 1,
+            self.priority or 0,
+            self.tenant or "",
+            self.cache_salt or "",
+            self.extra,
+            user=self.user or "",
+        )
 
 
 class CompletionRequest(GenerationRequest):

@@ -17,6 +17,7 @@ import uvicorn
 from framework.server.app import create_app
 from framework.server.client import EngineClient
 from framework.server.generation import Serving
+from framework.server.keys import Keys
 from framework.server.main import bind
 from framework.server.protocol import http_config
 
@@ -84,9 +85,11 @@ def eventually(what: Callable[[], Any], seconds: float = 10) -> Any:
 
 
 @contextmanager
-def running(settings: Settings, **client_options: Any) -> Iterator[Running]:
+def running(
+    settings: Settings, keys: Keys | None = None, extra: Sequence[tuple[str, object]] = (), **client_options: Any
+) -> Iterator[Running]:
     recorder = Recorder()
-    plugins = load_plugins([("recorder", recorder)])
+    plugins = load_plugins([("recorder", recorder), *extra])
     plugins.activate(settings, engine=False)
     checkpoint = open_checkpoint(settings, plugins)
     tokenizer = checkpoint.tokenizer()
@@ -107,7 +110,7 @@ def running(settings: Settings, **client_options: Any) -> Iterator[Running]:
                 0,
                 settings.served_model_name,
             )
-            config = http_config(create_app(serving, plugins))
+            config = http_config(create_app(serving, plugins, keys), settings)
             config.timeout_graceful_shutdown = 5
             with bind("127.0.0.1", 0) as listener:
                 server = uvicorn.Server(config)

@@ -342,6 +342,16 @@ INFO = EngineInfo(
 )
 
 
+def test_the_first_request_brings_the_key_of_its_shell() -> None:
+    line = curl(INFO.model, "https://127.0.0.1:8000", chat=True, keys=True)
+    assert line in banner(INFO, "https://127.0.0.1:8000", chat=True, keys=True)
+    command = line.replace("curl ", "printf '%s\\n' ", 1)
+    shown = subprocess.run(
+        ["sh", "-c", command], env={"FRAMEWORK_API_KEY": "sk-1"}, capture_output=True, text=True, check=True
+    )
+    assert "Authorization: Bearer sk-1" in shown.stdout.splitlines()
+
+
 def test_banner() -> None:
     text = banner(INFO, "http://127.0.0.1:8000", chat=True)
     for part in (

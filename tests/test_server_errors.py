@@ -14,16 +14,35 @@ from typing import Any
 import openai
 import pytest
 from echo_engine import EchoProcess
+from fastapi import APIRouter, Request
 from framework.server.limits import MAX_BODY
 from serving import Running, check_error, completion, running
 
-from framework import SamplingParams
+from framework import SamplingParams, hookimpl
 from framework.settings import Settings
+
+
+class Own:
+    """A plugin whose routes read bodies as FastAPI and Starlette do."""
+
+    @hookimpl
+    def routes(self, client: Any) -> list[APIRouter]:
+        async def model(body: dict[str, int]) -> int:
+            return len(body)
+
+        async def raw(request: Request) -> int:
+            return len(await request.body())
+
+        router = APIRouter(prefix="/own")
+        router.add_api_route("/model", model, methods=["POST"])
+        router.add_api_route("/raw", raw, methods=["POST"])
+        return [router]
 
 
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path) -> Iterator[Running]:
-    with running(Settings(model=str(tiny_llama), served_model_name="echo"), spawn=EchoProcess) as found:
+    settings = Settings(model=str(tiny_llama), served_model_name="echo")
+    with running(settings, extra=[("own", Own())], spawn=EchoProcess) as found:
         yield found
 
 
@@ -190,7 +209,7 @@ def test_a_large_batch_is_checked_once(server: Running, monkeypatch: pytest.Monk
 
 
 def exchange(server: Running, data: bytes) -> http.client.HTTPResponse:
-    with socket.create_connection(("127.0.0.1", server.http.base_url.port)) as connection:
+    with socket.create_connection(("127.0.0.1", server.http.base_url.port), timeout=20) as connection:
         connection.sendall(data)
         answer = http.client.HTTPResponse(connection)
         answer.begin()
@@ -227,6 +246,46 @@ def test_limited_body(server: Running) -> None:
     exact = b'{"prompt": "a", "max_tokens": 1}'.ljust(MAX_BODY)
     response = server.http.post("/v1/completions", content=exact, headers={"content-type": "application/json"})
     assert response.status_code == 200
+
+
+ENDLESS = b" " * (MAX_BODY + 1)
+
+
+def test_limited_bodies_without_a_length(server: Running) -> None:
+    """Also on routes that read their bodies in ways of their own."""
+    for path in ("/v1/completions", "/own/model", "/own/raw"):
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        answer = exchange(server, f"{head}Transfer-Encoding: chunked\r\n\r\n{MAX_BODY + 1:x}\r\n".encode() + ENDLESS)
+        assert answer.status == 413
+        message = json.loads(answer.body)["error"]["message"]  # type: ignore[attr-defined]
+        assert message == f"the body is larger than {MAX_BODY} bytes"
+
+
+def test_a_body_that_says_its_length_is_not_read(server: Running) -> None:
+    for path in ("/v1/completions", "/own/model", "/own/raw"):
+        for length in (MAX_BODY + 1, 10**30):
+            head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            answer = exchange(server, f"{head}Content-Length: {length}\r\nExpect: 100-continue\r\n\r\n".encode())
+            expected = 413 if length < 2**63 else 400  # no parser of HTTP takes the other one
+            assert answer.status == expected
+            assert json.loads(answer.body)["error"]["code"] == expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("OSError: /home/ann/.cache/x.py: denied", "OSError: x.py: denied"),
+        ("cannot open '/etc/a b/c' (~/keys/d.txt)", "cannot open 'a b/c' (d.txt)"),
+        ("ratio 3/4 of https://x.org/a/b", "ratio 3/4 of https://x.org/a/b"),
+        ('broke\nTraceback (most recent call last):\n  File "/srv/a.py", line 3', "broke"),
+        ("C:\\Users\\ann\\x.py", "x.py"),
+    ],
+)
+def test_what_fails_inside_is_told_without_paths_and_traces(server: Running, error: str, told: str) -> None:
+    for status in (500, 503):
+        extra = {"error": error, "status": status}
+        response = server.post("/v1/completions", prompt="a", extra=extra)
+        assert check_error(response, status, None) == told
 
 
 def test_unknown_model_route_and_method(server: Running) -> None:

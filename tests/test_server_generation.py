@@ -318,7 +318,7 @@ async def test_the_end_while_loading_waits_for_everything_at_once(
         def progress(self, stage: str, share: float) -> None:
             asyncio.get_running_loop().call_soon(run._on_signal, signal.SIGINT)
 
-        def banner(self, info: EngineInfo, url: str, chat: bool) -> None:
+        def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False) -> None:
             raise AssertionError("it is not ready")
 
     monkeypatch.setattr(main, "_open", lambda settings, plugins: together.wait())
@@ -339,7 +339,7 @@ class Silent:
     def progress(self, stage: str, share: float) -> None:
         pass
 
-    def banner(self, info: EngineInfo, url: str, chat: bool) -> None:
+    def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False) -> None:
         pass
 
 
