@@ -98,6 +98,7 @@ def generated(path: Path, kernel: str, **flags: Any) -> list[list[int]]:
         return [list(output.token_ids) for output in (*first, *rest)]
 
 
+@pytest.mark.slow
 def test_a_model_is_served(tiny_llama: Path) -> None:
     """Chunks of a prompt, decodes beside them, a cached prefix: the tokens of `torch`."""
     assert generated(tiny_llama, "triton") == generated(tiny_llama, "torch")
@@ -118,6 +119,7 @@ def served(path: Path, kv_dtype: str, prompts: list[list[int]], tokens: int, **f
         return [output.token_ids for output in llm.generate(prompts, params)], llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", FP8)
 def test_a_model_is_served_from_8_bits(tiny_llama: Path, kv_dtype: str) -> None:
     """In a quarter of the memory."""
