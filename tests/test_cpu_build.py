@@ -90,7 +90,8 @@ def test_without_a_compiler_auto_takes_torch(tiny_llama: Path, monkeypatch: pyte
             LLM(str(tiny_llama), kernel="cpu", **flags)
         with LLM(str(tiny_llama), **flags) as llm:
             assert llm.info.providers["kernel"] == "torch"
-            note = llm.info.notes[0]
+            note, *others = llm.info.notes
+            assert [other.split(":")[0].split()[-1] for other in others] == ["triton", "flash"]
             assert note.startswith("--kernel auto passed over cpu: ") and reason in note
 
 

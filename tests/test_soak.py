@@ -183,7 +183,8 @@ def test_soak_of_a_model(name: str, kernel: str, kv_dtype: str, overlap: str, ab
     stats = soak(h, rng, 500, aborts, **PARAMS)
     assert stats.preemptions_swap >= 50
     assert stats.preemptions_recompute >= 25 and stats.recomputed_tokens >= 1000
-    assert stats.prefix_hits >= 10  # fewer come back to a prefix where others wait for a step in flight
+    # With overlap fewer come back to a prefix: nobody is admitted beside one who waits for the step in flight.
+    assert stats.prefix_hits >= (10 if overlap == "on" else 25)
     assert h.copies["device", "device"] >= 50 and h.copies["host", "device"] >= 100
     assert sum(part.start > WINDOW for plan in h.plans for part in plan.slices) >= 1000
 
