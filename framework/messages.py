@@ -94,6 +94,8 @@ class TokenOutput(msgspec.Struct, array_like=True):
     times: RequestTimes | None = None
     cached_tokens: int = 0
     """Of the prompt, found in the prefix cache; told with the first tokens."""
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """Of each prompt token, if asked for; told with the first tokens. None for the first: nothing is before it."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):

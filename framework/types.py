@@ -24,6 +24,24 @@ Json = Any
 INT64 = 2**63
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the output must be: exactly one of the first six, by their names in vLLM's API."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema, as an object or as text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """EBNF; its first rule is `root`."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text with parts that follow schemas, in xgrammar's form."""
+    disable_any_whitespace: bool = False
+    """Of JSON: as compact as can be."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the tokens of one request. Names and meanings are those of the OpenAI and vLLM APIs.
 
@@ -58,6 +76,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     """None: no log-probabilities; k: of the chosen token and of the k likeliest, from the unmodified logits."""
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    """None: none; k: of each prompt token but the first, and of the k likeliest in its place. The prompt is then
+    computed whole, without what the prefix cache has of it."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else may be generated; empty: everything may."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that may not be generated. Whoever has a tokenizer turns them into `bad_token_ids`."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences whose last token may not follow the ones before it."""
+    structured_outputs: StructuredOutputs | None = None
 
     MAX_LOGPROBS = 20
 
@@ -108,6 +136,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "logprobs",
             f"between 0 and {self.MAX_LOGPROBS}",
         )
+        for field in ("prompt_logprobs", "allowed_token_ids", "bad_words", "bad_token_ids", "structured_outputs"):
+            need(getattr(self, field) in (None, ()), field, "left out: it is not supported yet")
 
     @property
     def greedy(self) -> bool:
