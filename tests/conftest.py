@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # it counts when triton is first imported, by whoever does
+# Clients that ask the network when they are imported or used: none of them has to. They read these when imported.
+os.environ.update(
+    LITELLM_LOCAL_MODEL_COST_MAP="True",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    LANGSMITH_TRACING="false",
+    DO_NOT_TRACK="1",
+)
 
 from checkpoints import tiny_checkpoint, tiny_gguf
 
@@ -65,3 +74,38 @@ def logging_restored() -> Iterator[None]:
     logging.captureWarnings(False)
     root.setLevel(level)
     root.handlers[:] = handlers
+
+
+class _Outside(OSError):
+    """A connection to another machine, refused."""
+
+
+_tried: list[str] | None = None
+
+
+def _watch(event: str, args: tuple[Any, ...]) -> None:
+    """Refuses whatever leaves this machine, while `_tried` keeps the attempts: what a client swallows is seen too."""
+    if _tried is None or event not in ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"):
+        return
+    address = args[0] if event.startswith("socket.get") else args[1]
+    host = address[0] if isinstance(address, tuple) else address  # a path: of a socket on this machine
+    name = host.decode() if isinstance(host, bytes) else host
+    local = name in (None, "", "localhost", "::1") or name.startswith(("127.", "/"))
+    if not local:
+        _tried.append(f"{event} {name}")
+        raise _Outside(f"{event} {name}: these tests have no network")
+
+
+@pytest.fixture(scope="session")
+def _watched() -> None:
+    sys.addaudithook(_watch)  # for good: what it costs others is one comparison
+
+
+@pytest.fixture
+def offline(_watched: None) -> Iterator[None]:
+    """A test whose client may speak to this machine only. It fails if the client even tries anything else."""
+    global _tried
+    _tried = tried = []
+    yield
+    _tried = None
+    assert not tried
