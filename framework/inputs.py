@@ -24,6 +24,8 @@ _SUGGESTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 MAX_NAME = 256
 """Characters of a tenant's name and of a cache salt."""
+_TOO_LONG = "the prompt is too long"
+"""Clients look for these very words: they shorten the chat then, or turn to another model."""
 
 
 class Routing(NamedTuple):
@@ -100,8 +102,8 @@ class InputProcessor:
         if len(text) > self._most:
             raise InvalidRequest(
                 field,
-                f"{field}: {len(text)} characters cannot fit into the limit of {self.info.max_model_len} tokens "
-                "(prompt and output); shorten it",
+                f"{field}: {_TOO_LONG}: {len(text)} characters cannot fit into the limit of "
+                f"{self.info.max_model_len} tokens (prompt and output); shorten it",
             )
 
     def _fitting(self, ids: list[int], field: str) -> list[int]:
@@ -111,7 +113,7 @@ class InputProcessor:
         if len(ids) >= limit:
             raise InvalidRequest(
                 field,
-                f"{field}: {len(ids)} tokens leave no room for output within the limit of {limit} tokens "
+                f"{field}: {_TOO_LONG}: {len(ids)} tokens leave no room for output within the limit of {limit} tokens "
                 "(prompt and output); shorten it",
             )
         return ids
@@ -151,8 +153,8 @@ class InputProcessor:
         if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidRequest(
                 "max_tokens",
-                f"max_tokens: {longest} prompt tokens + {params.max_tokens} max_tokens exceed the limit of {limit} "
-                f"tokens; ask for at most {room}",
+                f"max_tokens: {_TOO_LONG} for it: {longest} prompt tokens + {params.max_tokens} max_tokens exceed the "
+                f"limit of {limit} tokens; ask for at most {room}",
             )
         eos = params.eos_token_ids or tuple(id for id in self.tokenizer.eos_token_ids if 0 <= id < vocab)
         params = msgspec.structs.replace(params, eos_token_ids=eos, top_k=min(params.top_k, vocab))

@@ -1,0 +1,72 @@
+"""`huggingface_hub.InferenceClient`, over an engine whose output the prompt dictates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from echo_engine import EchoProcess
+from huggingface_hub.errors import HfHubHTTPError
+from serving import Running, running
+
+from framework.settings import Settings
+
+pytestmark = pytest.mark.usefixtures("offline")
+HELLO: Any = [{"role": "user", "content": "Hello, fox."}]
+ECHOED = "user\nHello, fox."
+"""What the engine makes of it: the chat up to its first end token."""
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[Running]:
+    with running(Settings(model=str(tiny_llama), served_model_name="echo"), spawn=EchoProcess) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[huggingface_hub.InferenceClient]:
+    with huggingface_hub.InferenceClient(base_url=server.url, timeout=20) as found:
+        yield found
+
+
+def test_chat(client: huggingface_hub.InferenceClient) -> None:
+    for create in (client.chat_completion, client.chat.completions.create):
+        answer = create(HELLO, max_tokens=50, seed=3, logprobs=True, top_logprobs=2)
+        (choice,) = answer.choices
+        assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ECHOED, "stop")
+        assert answer.model == "echo" and answer.usage.total_tokens > answer.usage.prompt_tokens > 0
+        assert choice.logprobs and len(choice.logprobs.content) == answer.usage.completion_tokens
+        assert len(choice.logprobs.content[0].top_logprobs) == 2
+
+
+def test_chat_streamed(client: huggingface_hub.InferenceClient) -> None:
+    chunks = list(client.chat_completion(HELLO, max_tokens=50, stream=True, stream_options={"include_usage": True}))
+    *pieces, last = chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in pieces) == ECHOED
+    assert [chunk.choices[0].finish_reason for chunk in pieces if chunk.choices[0].finish_reason] == ["stop"]
+    assert last.choices == [] and last.usage and last.usage.completion_tokens > 0
+
+
+async def test_async_chat(server: Running) -> None:
+    async with huggingface_hub.AsyncInferenceClient(base_url=server.url, timeout=20) as client:
+        answer = await client.chat_completion(HELLO)
+        assert answer.choices[0].message.content == ECHOED
+        pieces = await client.chat_completion(HELLO, stream=True)
+        assert "".join([piece.choices[0].delta.content or "" async for piece in pieces]) == ECHOED
+
+
+def test_names_and_errors(client: huggingface_hub.InferenceClient, server: Running) -> None:
+    assert client.chat_completion(HELLO, model="echo").choices[0].message.content == ECHOED
+    for fault, status, message in (
+        ({"top_p": 0.0}, 400, "top_p must be in"),
+        ({"model": "none"}, 404, "available: echo"),
+        ({"extra_body": {"extra": {"error": "quota", "status": 429}}}, 429, "quota"),
+    ):
+        with pytest.raises(HfHubHTTPError) as error:
+            client.chat_completion(HELLO, **fault)
+        assert error.value.response.status_code == status and message in error.value.response.text
+    with huggingface_hub.InferenceClient(base_url=f"{server.url}/v1", token="hf_any", timeout=20) as other:
+        assert other.chat_completion(HELLO).choices[0].message.content == ECHOED
