@@ -26,6 +26,25 @@ MAX_NAME = 256
 """Characters of a tenant's name and of a cache salt."""
 _TOO_LONG = "the prompt is too long"
 """Clients look for these very words: they shorten the chat then, or turn to another model."""
+MAX_CUT = 2**20
+"""Characters of a text that is to be cut, at least: a second of a thread."""
+
+
+class Cut(NamedTuple):
+    """How many tokens of a longer prompt to keep, and where it is cut off: at its "left", or at its "right"."""
+
+    tokens: int
+    """-1: as many as fit beside max_tokens."""
+    side: str = "left"
+
+    def __call__(self, ids: list[int], keep: int | None = None) -> list[int]:
+        """`keep`: a token that stays where it is the first, the one that begins every text."""
+        if len(ids) <= self.tokens:
+            return ids
+        if self.side == "right":
+            return ids[: self.tokens]
+        head = [id for id in ids[:1] if id == keep]
+        return head + ids[len(ids) - self.tokens + len(head) :]
 
 
 class Routing(NamedTuple):
@@ -59,19 +78,19 @@ class InputProcessor:
                 f"generation_config.json of the checkpoint: {error}; --generation-config none ignores it"
             ) from None
 
-    def encode(self, prompt: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt. BOS is there once at most; ids that are given are taken as they are.
+    def encode(self, prompt: str | Sequence[int], add_special_tokens: bool = True, cut: Cut | None = None) -> list[int]:
+        """Token ids of a prompt. BOS is there once at most, also where a text is `cut`; ids that are given are taken as
+        they are.
 
         Raises `InvalidRequest` for an empty prompt, ids outside the vocabulary, and a prompt that leaves no room for
         a token.
         """
         if isinstance(prompt, str):
-            self._check_size(prompt, "prompt")
-            ids = self.tokenize(prompt, add_special_tokens)
-        else:
-            ids = self._fitting(list(prompt), "prompt")
-            self.check_ids(ids, "prompt")
-        return self._fitting(ids, "prompt")
+            self._check_size(prompt, "prompt", cut)
+            return self._fitting(self.tokenize(prompt, add_special_tokens), "prompt", cut, self.tokenizer.bos_token_id)
+        ids = self._fitting(list(prompt), "prompt", cut)
+        self.check_ids(ids, "prompt")
+        return ids
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode`, of a text that may be empty or too long for a request."""
@@ -89,25 +108,45 @@ class InputProcessor:
                     field, f"{field}: token id {id} is outside the vocabulary (0..{self.info.vocab_size - 1})"
                 )
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
-        """Token ids of a chat. `template`: variables of the chat template, such as add_generation_prompt.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        cut: Cut | None = None,
+        add_special_tokens: bool = False,
+        /,
+        **template: Any,
+    ) -> list[int]:
+        """Token ids of a chat. `template`: variables of the chat template, such as add_generation_prompt. Most
+        templates write BOS themselves; there is one at most.
 
         Raises `InvalidRequest` as `encode` does, and with the template's message where it refuses the messages.
         """
         text = self.tokenizer.render(messages, **template)
-        self._check_size(text, "messages")
-        return self._fitting(self.tokenizer.encode(text, add_special_tokens=False), "messages")
+        self._check_size(text, "messages", cut)
+        return self._fitting(self.tokenize(text, add_special_tokens), "messages", cut, self.tokenizer.bos_token_id)
 
-    def _check_size(self, text: str, field: str) -> None:
-        if len(text) > self._most:
-            raise InvalidRequest(
-                field,
-                f"{field}: {_TOO_LONG}: {len(text)} characters cannot fit into the limit of "
-                f"{self.info.max_model_len} tokens (prompt and output); shorten it",
-            )
-
-    def _fitting(self, ids: list[int], field: str) -> list[int]:
+    def cut(self, cut: Cut, max_tokens: int | None = None) -> Cut:
+        """`cut` with as many tokens as it comes to. Raises `InvalidRequest` naming the field "truncate"."""
         limit = self.info.max_model_len
+        if cut.tokens != -1 and not 1 <= cut.tokens <= limit:
+            raise InvalidRequest(
+                "truncate",
+                f"truncate must be between 1 and the limit of {limit} tokens (prompt and output), or -1 (what fits), "
+                f"got {cut.tokens}",
+            )
+        return cut if cut.tokens > 0 else cut._replace(tokens=max(1, limit - (max_tokens or 1)))
+
+    def _check_size(self, text: str, field: str, cut: Cut | None) -> None:
+        if len(text) <= (self._most if cut is None else max(self._most, MAX_CUT)):
+            return
+        why = f"cannot fit into the limit of {self.info.max_model_len} tokens (prompt and output)"
+        if cut is not None:
+            why += f", and texts to be cut have at most {MAX_CUT}"
+        raise InvalidRequest(field, f"{field}: {_TOO_LONG}: {len(text)} characters {why}; shorten it")
+
+    def _fitting(self, ids: list[int], field: str, cut: Cut | None, bos: int | None = None) -> list[int]:
+        limit = self.info.max_model_len
+        ids = ids if cut is None else cut(ids, bos)
         if not ids:
             raise InvalidRequest(field, f"{field}: empty; give at least one token")
         if len(ids) >= limit:

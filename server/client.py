@@ -132,6 +132,7 @@ class Stream:
             before.tokens += output.tokens
             output.index, output.tokens = before.index, before.tokens
             output.cached_tokens += before.cached_tokens
+            output.prompt_logprobs = before.prompt_logprobs or output.prompt_logprobs
             if before.logprobs is not None:
                 before.logprobs += output.logprobs or ()
                 output.logprobs = before.logprobs

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from framework import InvalidRequest, Logprobs, ResponseRecord, SamplingParams, Tokenizer
 from framework.detokenizer import Assembler, Delta
-from framework.inputs import InputProcessor
+from framework.inputs import Cut, InputProcessor
 from framework.messages import Add
 
 from .body import JsonRoute
 from .client import EngineClient
 from .errors import Forbidden, Spelling, problem, unknown_model
 from .keys import caller
-from .limits import INLINE_TEXT, MAX_EXTRA
+from .limits import INLINE_TEXT, MAX_EXTRA, MAX_SCORED
 from .traceparent import parse
 
 T = TypeVar("T")
@@ -71,6 +74,13 @@ class Ask(NamedTuple):
     """How the client spells fields, where it is not as we do."""
     user: str = ""
     """Whom the client acts for: the tenant, where the server knows no API keys."""
+    best_of: int = 0
+    """More than `n`: so many sequences are drawn, and the choices are the `n` whose tokens have the highest mean
+    log-probability, the best first."""
+    truncate: Cut | None = None
+    """What is left of longer prompts; errors call it "truncate". `Generation.cut` has it for `InputProcessor`."""
+    score: bool = False
+    """Generate nothing: the prompt's log-probabilities are wanted. The engine's one token is dropped."""
 
 
 class Prompt(NamedTuple):
@@ -87,9 +97,12 @@ class Choice:
     def __init__(self, index: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self.index = index
         self.prompt = prompt.ids
+        self.prompt_logprobs: list[Logprobs | None] | None = None
+        """Of each prompt token, None for the first; there before the first piece of any choice of this prompt."""
         self.cached_tokens = 0
         self.assembler = Assembler(tokenizer, prompt.params, prompt.ids)
         self.text: list[str] = []
+        self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
         self.offsets: list[int] = []
         self.finish_reason: str | None = None
@@ -100,6 +113,12 @@ class Choice:
         """Output tokens so far."""
         return self.assembler.num_tokens
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of the output tokens; minus infinity if there are none."""
+        values = [entry.logprob for entry in self.logprobs]
+        return sum(values) / len(values) if values else -math.inf
+
 
 class Generation:
     """One response. An async context manager that reports to the plugins exactly once, however it ends."""
@@ -107,6 +126,11 @@ class Generation:
     def __init__(self, serving: Serving, request: Request, operation: str, prefix: str) -> None:
         self.serving = serving
         self.choices: list[Choice] = []
+        """What the client gets; with `Ask.best_of` only once all is generated."""
+        self.drawn: list[Choice] = []
+        """All sequences: what is counted."""
+        self.cut: Cut | None = None
+        """What to keep of the prompts; set before they are tokenised."""
         self._request_id: str = request.state.request_id
         self._spell: Spelling = request.state.spell
         self._caller = caller(request)
@@ -138,7 +162,7 @@ class Generation:
             self.failed(error)
         record.prompt_tokens = self.prompt_tokens
         record.output_tokens = self.output_tokens
-        record.finish_reasons = [choice.finish_reason or "abort" for choice in self.choices]
+        record.finish_reasons = [choice.finish_reason or "abort" for choice in self.drawn]
         self.serving.client.notify("response_done", record=record)
 
     def failed(self, error: BaseException) -> Any:
@@ -168,6 +192,9 @@ class Generation:
         _check_extra(ask.extra)
         routing = self.serving.inputs.routing(ask.priority, self._tenant(ask), ask.cache_salt)
         self.serving.client.waiting.check()  # what would be refused need not be tokenised
+        if ask.truncate is not None:
+            with _naming(ask):
+                self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens"))
         prompts = self._prompts(ask, await tokenize())
         every = [prompt for prompt in prompts for _ in range(prompt.n)]
         record.choices = len(every)
@@ -185,15 +212,21 @@ class Generation:
             for prompt in prompts
         ]
         async with self.serving.client.generate(adds, record) as stream:
-            self.choices = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(every)]
+            self.choices = self.drawn = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(every)]
             async for outputs in stream:
                 begin = time.monotonic_ns()
+                for index, output in outputs:
+                    if output.prompt_logprobs is not None:
+                        self._scored(index, output.prompt_logprobs)
                 news = []
                 for index, output in outputs:
-                    choice = self.choices[index]
+                    choice = self.drawn[index]
                     choice.cached_tokens += output.cached_tokens
+                    if ask.score:
+                        output.tokens, output.logprobs = [], None
                     delta = choice.assembler.push(output)
                     choice.text.append(delta.text)
+                    choice.tokens += delta.tokens
                     choice.logprobs += delta.logprobs
                     choice.offsets += delta.offsets
                     choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
@@ -202,6 +235,24 @@ class Generation:
                     news.append((choice, delta))
                 record.detokenize_ns += time.monotonic_ns() - begin
                 yield news
+        if ask.best_of > ask.n:
+            self.choices = self._best(ask)
+
+    def _scored(self, index: int, logprobs: list[Logprobs | None]) -> None:
+        ids = self.drawn[index].prompt
+        for choice in self.drawn[index:]:
+            if choice.prompt is not ids:
+                break
+            choice.prompt_logprobs = logprobs
+
+    def _best(self, ask: Ask) -> list[Choice]:
+        best: list[Choice] = []
+        for first in range(0, len(self.drawn), ask.best_of):
+            draws = self.drawn[first : first + ask.best_of]
+            best += sorted(draws, key=lambda choice: -choice.mean_logprob)[: ask.n]
+        for index, choice in enumerate(best):
+            choice.index = index
+        return best
 
     def _tenant(self, ask: Ask) -> str:
         if not self._known:
@@ -212,26 +263,35 @@ class Generation:
 
     def _prompts(self, ask: Ask, every: Sequence[list[int]]) -> list[Prompt]:
         inputs = self.serving.inputs
-        try:
-            params = inputs.complete(inputs.params(ask.fields), *every)
-        except InvalidRequest as error:
-            name = ask.names.get(error.field, error.field)
-            raise InvalidRequest(name, str(error).replace(error.field, name)) from None
-        return [Prompt(ids, params, ask.n) for ids in every]
+        fields = {**ask.fields, "max_tokens": 1} if ask.score else ask.fields
+        with _naming(ask):
+            params = inputs.complete(inputs.params(fields), *every)
+            scored = 0 if params.prompt_logprobs is None else sum(map(len, every)) * (1 + params.prompt_logprobs)
+            if scored > MAX_SCORED:
+                raise InvalidRequest(
+                    "prompt_logprobs",
+                    f"prompt_logprobs: {scored} log-probabilities of prompt tokens in one request, at most "
+                    f"{MAX_SCORED} are possible; ask for fewer of them, or for fewer prompts at once",
+                )
+        if ask.score:  # whatever the token is
+            params = replace(params, min_tokens=0, ignore_eos=True, stop_token_ids=(), stop=())
+        if ask.best_of > ask.n and params.logprobs is None:
+            params = replace(params, logprobs=0)
+        return [Prompt(ids, params, max(ask.n, ask.best_of)) for ids in every]
 
     @property
     def prompt_tokens(self) -> int:
         """Of all prompts; those of further choices of one prompt count once."""
-        return sum(len(p) for p in {id(choice.prompt): choice.prompt for choice in self.choices}.values())
+        return sum(len(p) for p in {id(choice.prompt): choice.prompt for choice in self.drawn}.values())
 
     @property
     def cached_tokens(self) -> int:
         """Those of `prompt_tokens` that were found in the prefix cache."""
-        return sum(choice.cached_tokens for choice in self.choices)
+        return sum(choice.cached_tokens for choice in self.drawn)
 
     @property
     def output_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
+        return sum(choice.num_tokens for choice in self.drawn)
 
 
 def route(base: type[JsonRoute], serving: Serving, operation: str, prefix: str) -> type[JsonRoute]:
@@ -256,6 +316,16 @@ def route(base: type[JsonRoute], serving: Serving, operation: str, prefix: str) 
             return handle
 
     return GenerationRoute
+
+
+@contextmanager
+def _naming(ask: Ask) -> Iterator[None]:
+    """Errors name fields as the client does."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = ask.names.get(error.field, error.field)
+        raise InvalidRequest(name, str(error).replace(error.field, name)) from None
 
 
 def _check_extra(extra: Mapping[str, Any] | None) -> None:

@@ -13,7 +13,9 @@ MAX_SENT = 2 * MAX_BODY
 MAX_SEQUENCES = 4096
 """Prompts times `n`: each is a request of the engine's."""
 MAX_CHOICES = 128
-"""`n`, as in OpenAI's API."""
+"""`n` and `best_of`, as in OpenAI's API."""
+MAX_SCORED = 2**20
+"""Log-probabilities of prompt tokens in one request, those of likeliest ones included: seconds of work in Python."""
 MAX_MESSAGES = 4096
 """Of a chat: templates render each in Python."""
 MAX_BIASES = 1024

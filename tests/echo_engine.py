@@ -4,6 +4,7 @@ The prompt dictates the output, so that a test can place every stop string, char
 steers it: `chunk` tokens per message (default 1); `hold`: answer nothing until aborted; `error` and `status`: refuse
 ({id} in it is the request's); `retry_after`: of a refusal; `junk`: send what is no message; `spin`: compute for so many
 seconds first;
+`scores`: the log-probability of the tokens of each of `n` sequences;
 `die`: end the process after so many tokens; `fatal`: say why first; `pace`: seconds per step. Its statistics count
 unfinished requests as `running`.
 """
@@ -71,9 +72,9 @@ def info(model: str) -> EngineInfo:
     )
 
 
-def logprobs(token: int, params: Any) -> Logprobs:
-    top = tuple((id, -1.0 - id) for id in range(params.logprobs))
-    return Logprobs(token, float("-inf") if token == 0 else -0.5, 1, top)
+def logprobs(token: int, count: int, value: float = -0.5) -> Logprobs:
+    top = tuple((id, -1.0 - id) for id in range(count))
+    return Logprobs(token, float("-inf") if token == 0 else value, 1, top)
 
 
 def main(address: str, model: str) -> None:
@@ -132,7 +133,11 @@ def main(address: str, model: str) -> None:
                 finish = "length"
             output = TokenOutput(id, done, tokens, finish_reason=finish)
             if add.params.logprobs is not None:
-                output.logprobs = [logprobs(token, add.params) for token in tokens]
+                value = add.extra["scores"][add.ids.index(id)] if "scores" in add.extra else -0.5
+                output.logprobs = [logprobs(token, add.params.logprobs, value) for token in tokens]
+            if add.params.prompt_logprobs is not None and done == 0:
+                scored = [logprobs(token, add.params.prompt_logprobs) for token in add.prompt[1:]]
+                output.prompt_logprobs = [None, *scored]
             outputs.append(output)
             generated += len(tokens)
             requests[id] = (add, done + len(tokens))

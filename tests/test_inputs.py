@@ -12,7 +12,7 @@ from echo_engine import info
 
 from framework import ConfigError, InvalidRequest, SamplingParams
 from framework.checkpoint import open_checkpoint
-from framework.inputs import InputProcessor
+from framework.inputs import Cut, InputProcessor
 from framework.registry import load_plugins
 from framework.settings import Settings
 
@@ -44,6 +44,40 @@ def test_bos_is_there_once(tiny_llama_spm: Path) -> None:
     assert bos not in inputs.encode("hello", add_special_tokens=False)
     assert inputs.encode("") == [bos]
     assert inputs.encode([bos, bos, 5]) == [bos, bos, 5]
+
+
+def test_cut(tiny_llama_spm: Path) -> None:
+    """A text keeps its BOS; of token ids and at the right nothing is special."""
+    inputs = processor(tiny_llama_spm)
+    text = "the quick brown fox " * 100
+    bos, *rest = inputs.tokenize(text)
+    assert len(rest) > 256
+    assert inputs.encode(text, True, Cut(9)) == [bos, *rest[-8:]]
+    assert inputs.encode(text, False, Cut(9)) == rest[-9:]
+    assert inputs.encode(text, True, Cut(9, "right")) == [bos, *rest[:8]]
+    assert inputs.encode(text, True, Cut(1)) == [bos]
+    assert inputs.encode([bos, *rest], True, Cut(9)) == rest[-9:]
+    assert inputs.encode([bos, *rest], True, Cut(9, "right")) == [bos, *rest[:8]]
+    short = inputs.encode("the fox")
+    assert inputs.encode("the fox", True, Cut(len(short))) == inputs.encode("the fox", True, Cut(200)) == short
+    chat = [{"role": "user", "content": text}]
+    assert inputs.render(chat, Cut(9)) == [bos, *inputs.tokenize(inputs.tokenizer.render(chat), False)[-8:]]
+    for long in (text, [bos, *rest]):
+        with pytest.raises(InvalidRequest, match="leave no room"):
+            inputs.encode(long, True, Cut(256))
+    with pytest.raises(InvalidRequest, match=r"^prompt: .* characters cannot fit"):
+        inputs.encode("word " * 2**20, True, Cut(9))
+
+
+def test_cut_to_what_fits(tiny_llama: Path) -> None:
+    inputs = processor(tiny_llama)
+    assert inputs.cut(Cut(5, "right"), 200) == (5, "right")
+    assert inputs.cut(Cut(-1)).tokens == 255 and inputs.cut(Cut(-1), 200).tokens == 56
+    assert inputs.cut(Cut(-1), 999).tokens == 1  # whose prompt is not at fault
+    for wrong in (-2, 0, 257):
+        with pytest.raises(InvalidRequest, match=f"^truncate must be between 1 and .* 256 .* got {wrong}$") as caught:
+            inputs.cut(Cut(wrong))
+        assert caught.value.field == "truncate"
 
 
 def test_empty_prompts(tiny_llama: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from serving import Recorder, eventually
 from framework import ConfigError, Delivery, PluginError, ResponseRecord, SamplingParams, hookimpl
 from framework.checkpoint import open_checkpoint
 from framework.detokenizer import Delta
-from framework.inputs import InputProcessor
+from framework.inputs import Cut, InputProcessor
 from framework.messages import Add, EngineInfo
 from framework.process import EngineProcess, spawn
 from framework.registry import Plugins, load_plugins
@@ -70,10 +70,12 @@ async def served(model: Path, *more: tuple[str, object]) -> AsyncIterator[Served
 
 
 class Body(BaseModel):
-    inputs: str
+    inputs: list[str]
     length: int = 200
     stream: bool = False
     extra: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    ask: dict[str, Any] = {}
 
 
 class Route(JsonRoute):
@@ -91,10 +93,12 @@ class Dialect:
         self.given = body
 
     def ask(self) -> Ask:
-        return Ask({"max_tokens": self.given.length}, extra=self.given.extra, names={"max_tokens": "length"})
+        fields = {"max_tokens": self.given.length, **self.given.fields}
+        more = {name: Cut(*value) if name == "truncate" else value for name, value in self.given.ask.items()}
+        return Ask(fields, extra=self.given.extra, names={"max_tokens": "length", "truncate": "cut"}, **more)
 
     async def prompts(self) -> Sequence[list[int]]:
-        return [self.generation.serving.inputs.encode(self.given.inputs)]
+        return [self.generation.serving.inputs.encode(text, True, self.generation.cut) for text in self.given.inputs]
 
     def body(self) -> Any:
         return ["".join(choice.text) for choice in self.generation.choices]
@@ -106,14 +110,14 @@ class Dialect:
         yield "end"
 
 
-def both_dialects(serving: Serving) -> RequestIds:
+def both_dialects(serving: Serving, dialect: type[Dialect] = Dialect) -> RequestIds:
     app = FastAPI()
     errors.install(app, openai.spell)
     app.include_router(openai.router(serving))
 
     async def generate(body: Body, request: Request) -> Response:
         generation: Generation = request.state.generation
-        return Reply(generation, Dialect(generation, body), body.stream)
+        return Reply(generation, dialect(generation, body), body.stream)
 
     generate.__annotations__ = {"body": Body, "request": Request}
     kind = route(Route, serving, "text_completion", "gen")
@@ -127,7 +131,7 @@ async def test_a_dialect_has_its_own_errors_and_ends(tiny_llama: Path) -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
 
             async def ask(**body: Any) -> httpx.Response:
-                return await http.post("/generate", json={"inputs": "ab", **body})
+                return await http.post("/generate", json={"inputs": ["ab"], **body})
 
             assert (await ask()).json() == ["ab"]
             lines = [line for line in (await ask(stream=True)).text.split("\n\n") if line]
@@ -150,6 +154,54 @@ async def test_a_dialect_has_its_own_errors_and_ends(tiny_llama: Path) -> None:
 
             last = (await ask(stream=True, extra={"die": 1})).text.split("\n\n")
             assert last[-1] == "" and set(json.loads(last[-2].removeprefix("data: "))) == {"error", "field"}
+
+
+@asynccontextmanager
+async def asking(model: Path) -> AsyncIterator[tuple[Callable[..., Awaitable[Generation]], Served]]:
+    """A function that asks that dialect, and gives the generation that came of it."""
+    async with served(model) as found:
+        generations: list[Generation] = []
+
+        class Noted(Dialect):
+            def body(self) -> Any:
+                generations.append(self.generation)
+                return "done"
+
+        app = both_dialects(found.serving, Noted)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+
+            async def ask(*inputs: str, **body: Any) -> Generation:
+                response = await http.post("/generate", json={"inputs": inputs, **body})
+                assert response.json() == "done", response.text
+                return generations[-1]
+
+            yield ask, found
+
+
+async def test_best_of(tiny_llama: Path) -> None:
+    """The likeliest draws of each prompt, the best first; what was drawn in vain counts."""
+    async with asking(tiny_llama) as (ask, found):
+        for fields in ({}, {"logprobs": 2}):
+            best = await ask("ab", "abc", fields=fields, extra={"scores": [-3, -1, -2, -1]}, ask={"n": 3, "best_of": 4})
+            assert [choice.index for choice in best.choices] == list(range(6))
+            assert [choice.mean_logprob for choice in best.choices] == [-1, -1, -2] * 2
+            assert best.choices[0] is best.drawn[1] and best.choices[1] is best.drawn[3]
+            lengths = [len(found.serving.inputs.encode(text)) for text in ("ab", "abc")]
+            assert (best.prompt_tokens, best.output_tokens) == (sum(lengths), 4 * sum(lengths))
+            record = found.recorder.records[-1]
+            assert (record.choices, len(record.finish_reasons), record.output_tokens) == (8, 8, 4 * sum(lengths))
+        same = await ask("ab", extra={"scores": [-3, -1]}, ask={"n": 2, "best_of": 2})
+        assert same.choices == same.drawn and same.choices[0].logprobs == []  # as drawn, for streams
+
+
+async def test_truncate(tiny_llama: Path) -> None:
+    async with asking(tiny_llama) as (ask, found):
+        text = "abcdefghijkl " * 100
+        ids = found.serving.inputs.tokenize(text)
+        for cut, kept in (((3,), ids[-3:]), ((3, "right"), ids[:3]), ((-1,), ids[-56:])):
+            assert (await ask(text, ask={"truncate": cut})).choices[0].prompt == kept
+        with pytest.raises(AssertionError, match="cut must be between 1 and"):
+            await ask(text, ask={"truncate": [300]})
 
 
 # Clients that leave, and clients that lag
@@ -270,7 +322,7 @@ async def test_a_plugin_cannot_end_the_server(tiny_llama: Path, caplog: pytest.L
         transport = httpx.ASGITransport(both_dialects(found.serving))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             for _ in range(2):
-                assert (await http.post("/generate", json={"inputs": "a"})).json() == ["a"]
+                assert (await http.post("/generate", json={"inputs": ["a"]})).json() == ["a"]
         assert found.serving.client.stats.plugin_faults == {"leaver": 4}
         assert [record.status for record in found.recorder.records] == [200, 200]
     assert "leaver" in caplog.text
