@@ -20,6 +20,7 @@ from .types import Budget, Provider, Reject, Request, Shortage, Victim, View, Wa
 if TYPE_CHECKING:
     import torch
     from fastapi import APIRouter
+    from starlette.middleware import Middleware
 
     from .executor import Executor
     from .kernels import KernelBackend
@@ -101,12 +102,16 @@ class Hooks:
         raise NotImplementedError
 
     @hookspec
-    def routes(self, client: Any) -> Iterable[APIRouter]:
-        """Server, once, at start-up. *Collect.* FastAPI routers to mount; `client` is the engine client::
+    def routes(self, client: Any) -> Iterable[APIRouter | Middleware]:
+        """Server, once, at start-up. *Collect.* FastAPI routers to mount, and middleware; `client`: the engine client.
 
-        @hookimpl
-        def routes(self, client):
-            return [my_router]
+        A `starlette.middleware.Middleware` sees the requests of every route, those of other plugins too, once they have
+        a known API key (where there are any), and under the prefix of `--root-path`. The first one named is outermost.
+        What it raises is answered as any other error, with 500::
+
+            @hookimpl
+            def routes(self, client):
+                return [my_router, Middleware(Timed, clock=time.monotonic)]
         """
         raise NotImplementedError
 

@@ -117,6 +117,18 @@ class Settings(BaseSettings):
 
     host: str = setting("127.0.0.1", "Server", "Address to listen on.")
     port: Annotated[int, Field(ge=0, le=65535)] = setting(8000, "Server", "Port to listen on; 0 picks a free one.")
+    uds: Path | None = setting(
+        None, "Server", "Listen on this Unix socket instead of an address; the umask says who may connect."
+    )
+    root_path: str = setting(
+        "", "Server", "Prefix such as /llm under which a proxy serves this server, whether it takes it away or not."
+    )
+    cors_origin: Annotated[tuple[str, ...], NoDecode] = setting(
+        (),
+        "Server",
+        "Origin of web pages whose scripts may call this server, such as https://chat.example.org, or * for all; "
+        "repeatable. Default: none may.",
+    )
     api_key_file: Path | None = setting(
         None,
         "Server",
@@ -235,10 +247,10 @@ class Settings(BaseSettings):
             raise ValueError("must not be empty")
         return value
 
-    @field_validator("served_model_name", mode="before")
+    @field_validator("served_model_name", "cors_origin", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        """A variable holds one name, or a JSON list of several."""
+        """A variable holds one value, or a JSON list of several."""
         if not isinstance(value, str):
             return value
         try:
@@ -260,6 +272,23 @@ class Settings(BaseSettings):
             value.encode("idna")  # as a look-up does
         except UnicodeError:
             raise ValueError(f"{brief(repr(value), 80)} is neither an address nor a host name") from None
+        return value
+
+    @field_validator("root_path")
+    @classmethod
+    def _root_path(cls, value: str) -> str:
+        if value and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", value):
+            raise ValueError(f"{brief(repr(value), 80)} is no prefix such as /llm: it begins with / and ends without")
+        return value
+
+    @field_validator("cors_origin")
+    @classmethod
+    def _cors_origin(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@,*]+", origin):
+                raise ValueError(
+                    f"{brief(repr(origin), 80)} is neither * nor an origin such as https://example.org:8443"
+                )
         return value
 
     @field_validator("plugin", mode="before")

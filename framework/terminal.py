@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -29,8 +30,9 @@ class UI(Protocol):
     def progress(self, stage: str, share: float) -> None:
         """`share` of `stage` is done: 0..1."""
 
-    def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False) -> None:
-        """Ready at `url` (such as http://127.0.0.1:8000); `chat`: it has a chat template; `keys`: requests need one."""
+    def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False, uds: Path | None = None) -> None:
+        """Ready at `url` (such as http://127.0.0.1:8000), on the Unix socket `uds` if there is one; `chat`: it has a
+        chat template; `keys`: requests need one."""
 
 
 class TerminalUI:
@@ -72,13 +74,13 @@ class TerminalUI:
             task = self._stages[stage] = self._bars.add_task(stage, total=1.0)
         self._bars.update(task, completed=share)
 
-    def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False) -> None:
+    def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False, uds: Path | None = None) -> None:
         """See `UI`."""
         self.close()
-        print(banner(info, url, chat, keys), flush=True)
+        print(banner(info, url, chat, keys, uds), flush=True)
 
 
-def banner(info: EngineInfo, url: str, chat: bool, keys: bool = False) -> str:
+def banner(info: EngineInfo, url: str, chat: bool, keys: bool = False, uds: Path | None = None) -> str:
     """Plain lines that no terminal width breaks: the last one is to be pasted."""
     names = sorted(info.providers.items(), key=lambda item: (*_ORDER, item[0]).index(item[0]))
     tokens = info.kv_blocks * info.block_size
@@ -100,11 +102,11 @@ def banner(info: EngineInfo, url: str, chat: bool, keys: bool = False) -> str:
         ("length", f"at most {info.max_model_len} tokens ({_REASONS[info.max_model_len_reason]})"),
         ("step", f"at most {info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens{overlap}"),
         *(("note", note) for note in info.notes),
-        ("URL", f"{url}/v1"),
+        ("URL", f"{url}/v1" + (f" on the Unix socket {uds}" if uds else "")),
     ]
     lines = [f"  {name:<9} {text}" for name, text in rows]
     head = f"framework {__version__} is ready (loaded in {info.load_seconds:.1f} s)"
-    return "\n".join(["", head, *lines, "", f"  {curl(info.model, url, chat, keys)}", ""])
+    return "\n".join(["", head, *lines, "", f"  {curl(info.model, url, chat, keys, uds)}", ""])
 
 
 def _preemption(info: EngineInfo) -> str:
@@ -121,7 +123,7 @@ def _preemption(info: EngineInfo) -> str:
     return f"{text} ({', '.join(rates)})" if rates else text
 
 
-def curl(model: str, url: str, chat: bool, keys: bool = False) -> str:
+def curl(model: str, url: str, chat: bool, keys: bool = False, uds: Path | None = None) -> str:
     """A first request, quoted for a POSIX shell, which puts in the key that it has in its environment."""
     ask: dict[str, object]
     if chat:
@@ -130,4 +132,5 @@ def curl(model: str, url: str, chat: bool, keys: bool = False) -> str:
         route, ask = "/v1/completions", {"prompt": "Photosynthesis is"}
     body = json.dumps({"model": model, **ask, "max_tokens": 64, "temperature": 0})
     key = ' -H "Authorization: Bearer $FRAMEWORK_API_KEY"' if keys else ""
-    return f"curl {shlex.quote(url + route)}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    socket = f"--unix-socket {shlex.quote(str(uds))} " if uds else ""
+    return f"curl {socket}{shlex.quote(url + route)}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

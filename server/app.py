@@ -9,6 +9,7 @@ import time
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
@@ -19,6 +20,7 @@ from . import errors, openai, operations, reference, tokens
 from .body import LimitedBody
 from .generation import Serving
 from .keys import Authentication, Keys
+from .proxy import Prefixed
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -75,14 +77,20 @@ def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> 
     app.include_router(operations.router(serving))
     app.include_router(tokens.router(serving))
     app.include_router(openai.router(serving))  # other dialects: one module with a `router` each, beside this one
-    for routers in plugins.call("routes", client=client):
-        try:
-            for router in routers:
-                if not isinstance(router, APIRouter):
-                    raise TypeError(f"expected APIRouters, got {router!r}")
-                app.include_router(router)
-        except Exception as error:  # a plugin may have given anything
-            plugin = plugins.blame("routes", error)
-            raise PluginError(f"plugin {plugin!r}: routes: {type(error).__name__}: {error}", plugin) from error
-    limited = LimitedBody(app)
+    try:
+        for items in plugins.call("routes", client=client):
+            for item in items:
+                if isinstance(item, Middleware):
+                    app.user_middleware.append(item)  # the first is outermost
+                elif isinstance(item, APIRouter):
+                    app.include_router(item)
+                else:
+                    raise TypeError(f"expected APIRouters and Middleware, got {item!r}")
+        app.middleware_stack = app.build_middleware_stack()  # now: else the first request finds what is wrong with it
+    except PluginError:
+        raise
+    except Exception as error:  # a plugin may have given anything
+        plugin = plugins.blame("routes", error)
+        raise PluginError(f"plugin {plugin!r}: routes: {type(error).__name__}: {error}", plugin) from error
+    limited = LimitedBody(Prefixed(app))
     return RequestIds(Authentication(limited, keys) if keys else limited)  # outermost, so that every answer has an id

@@ -6,7 +6,7 @@ with a small body.
 
 # Sizes of a request
 
-MAX_BODY = 16 * 2**20
+MAX_BODY = 10 * 2**20
 """Bytes of a body: room for millions of tokens, parsed in a fraction of a second."""
 MAX_SENT = 2 * MAX_BODY
 """Bytes of what one request becomes for the engine: any prompt once, not a large one with parameters thousandfold."""

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from framework.machine import keep_to, place
 from framework.messages import EngineInfo
 from framework.process import spawn
 from framework.registry import Plugins
-from framework.settings import Settings
+from framework.settings import Settings, flag
 from framework.terminal import UI
 
 from .app import create_app
@@ -36,6 +36,7 @@ from .keys import Keys
 from .limits import DRAIN, INTERRUPT, JOIN
 from .protocol import http_config
 from .tls import check_tls
+from .unix import unix_socket
 
 T = TypeVar("T")
 
@@ -48,13 +49,25 @@ def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
     configure(settings.log_level, settings.log_format)
     check_tls(settings)
     keys = Keys.load(settings.api_key_file)
-    with bind(settings.host, settings.port) as listener:
+    with _listen(settings) as listener:
         placement = place(settings.threads)
         keep_to(placement.server)  # ahead of anything that starts threads
         plugins.activate(settings, engine=False)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             run = _Run(settings, plugins, ui, listener, partial(spawn, placement=placement), keys)
             return runner.run(run.main())
+
+
+def _listen(settings: Settings) -> AbstractContextManager[socket.socket]:
+    """Raises `ConfigError` naming the setting at fault."""
+    if settings.uds is None:
+        return bind(settings.host, settings.port)
+    both = settings.model_fields_set & {"host", "port"}
+    if both:
+        raise ConfigError(
+            f"--uds: the server listens there and nowhere else; leave out {', '.join(sorted(map(flag, both)))}"
+        )
+    return unix_socket(settings.uds)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -71,6 +84,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # :: is every address, IPv4 too
         listener.bind(address)
         listener.listen(2048)
     except OSError as error:
@@ -179,8 +194,8 @@ class _Run:
             self._client, inputs, tokenizer, info.model, int(time.time()), self._settings.served_model_name
         )
         self._gate.open(create_app(serving, self._plugins, self._keys))
-        url = _url(self._settings, self._listener)
-        self._ui.banner(info, url, tokenizer.chat_template is not None, bool(self._keys))
+        url, uds = _url(self._settings, self._listener), self._settings.uds
+        self._ui.banner(info, url, tokenizer.chat_template is not None, bool(self._keys), uds)
 
 
 def _open(settings: Settings, plugins: Plugins) -> tuple[Checkpoint, Tokenizer]:
@@ -217,7 +232,9 @@ def _in_thread(work: Callable[[], T]) -> tuple[threading.Thread, asyncio.Future[
 
 def _url(settings: Settings, listener: socket.socket) -> str:
     """The URL to use on this machine."""
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    if settings.uds is not None:
+        return f"{scheme}://localhost"
     port = listener.getsockname()[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
-    scheme = "http" if settings.ssl_certfile is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

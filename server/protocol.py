@@ -14,6 +14,7 @@ from framework.settings import Settings
 from .errors import Problem
 from .limits import DRAIN, KEEP_ALIVE
 from .openai import spell
+from .proxy import outside
 
 PROBES = ("/health", "/ping", "/ready", "/load", "/metrics")
 """Machines ask for these every few seconds."""
@@ -26,13 +27,14 @@ def http_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """
     logging.getLogger("uvicorn.access").addFilter(_quieter)
     return uvicorn.Config(
-        app,
+        outside(app, settings),
         http=Protocol,
         ws="none",
         lifespan="off",
         log_config=None,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
+        forwarded_allow_ips="*" if settings.uds else None,  # whoever may connect to a socket is the proxy
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=DRAIN,
     )

@@ -161,7 +161,7 @@ def test_every_field_and_limit_is_documented() -> None:
     assert documented >= set(schemas.CompletionRequest.model_fields) | set(schemas.ChatRequest.model_fields)
     for name in ("BIASES", "CHOICES", "MESSAGES", "SEQUENCES", "STOPS", "STOP_IDS", "STOP_LENGTH", "USER"):
         assert re.search(rf"\b{getattr(limits, f'MAX_{name}')}\b", page), name
-    for name, shown in (("BODY", "16 MiB"), ("SENT", "32 MiB"), ("EXTRA", "64 KiB")):
+    for name, shown in (("BODY", "10 MiB"), ("SENT", "20 MiB"), ("EXTRA", "64 KiB")):
         size, unit = shown.split()
         assert getattr(limits, f"MAX_{name}") == int(size) * {"KiB": 2**10, "MiB": 2**20}[unit] and shown in page
 

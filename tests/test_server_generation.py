@@ -288,7 +288,7 @@ async def test_what_nobody_reads_takes_little_room(tiny_llama: Path) -> None:
     ("given", "why"),
     [
         (5, "TypeError: 'int' object is not iterable"),
-        (["x"], "TypeError: expected APIRouters, got 'x'"),
+        (["x"], "TypeError: expected APIRouters and Middleware, got 'x'"),
         (APIRouter(), "TypeError"),
         (ValueError("not today"), "ValueError: not today"),
     ],
