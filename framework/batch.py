@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,9 +32,9 @@ class Step:
 
     rows: int64 [R], tokens: int64 [T], positions: int64 [T]. sampled: the requests that are sampled, None if nobody is.
     advanced: the arrays are those of the step before, with each of its requests one token further. moved: then,
-    whether a token begins a block or a table changed. fed: int64 [2, n], entries of `tokens` that only the device knows
-    (they are anything), and which of `Rows.unknown` they are; None: there are none, or the step is advanced and they
-    are all of them.
+    whether a token begins a block or a table changed. scores: None if no prompt's log-probabilities are told. fed:
+    int64 [2, n], entries of `tokens` that only the device knows (they are anything), and which of `Rows.unknown` they
+    are; None: there are none, or the step is advanced and they are all of them.
     """
 
     __slots__ = (
@@ -52,6 +52,7 @@ class Step:
         "rows",
         "sampled",
         "samples",
+        "scores",
         "tokens",
     )
     ids: tuple[str, ...]
@@ -64,12 +65,27 @@ class Step:
     sampled: RowBatch | None
     advanced: bool
     moved: bool
+    scores: Scores | None
     fed: Array | None
     longest: int  # most tokens that any of the requests has, this step's included
     # Only of a decode step, one whose requests all compute one token and sample the next:
     counters: Array | None  # int64 [3, R], what grows by 1 a step: positions, known tokens, output tokens
     left: int  # steps that can follow before a token begins a block
     room: int  # tokens that the batch's tables have room for
+
+
+class Scores(NamedTuple):
+    """Prompt tokens whose log-probabilities a step tells, and which rows of the flat batch tell them.
+
+    ids, lens: the requests, and how many tokens of each. rows, tokens: int64 [sum of lens]. counts: for each token, how
+    many of the likeliest in its place are wanted.
+    """
+
+    ids: list[str]
+    lens: list[int]
+    rows: Array
+    tokens: Array
+    counts: list[int]
 
 
 class Sampling:
@@ -93,8 +109,9 @@ class Sampling:
 class Rows:
     """One row per known request; freed rows are reused, and all arrays grow on demand.
 
-    tokens: int32 [rows, columns]; tables: int32 [rows, blocks] per cache group; length (known tokens), prompt_len:
-    int64 [rows]; seeds: uint64 [rows]. `added` and `removed` (insertion-ordered sets) tell samplers who came and left
+    tokens: int32 [rows, columns]; tables: int32 [rows, blocks] per cache group; length (known tokens), prompt_len,
+    scored (leading prompt tokens whose log-probabilities are known or not asked for): int64 [rows]; seeds: uint64
+    [rows]. `added` and `removed` (insertion-ordered sets) tell samplers who came and left
     since `settle`. unknown: what the last step sampled, unless the host knows it by now; `tokens` have their places.
     """
 
@@ -107,6 +124,7 @@ class Rows:
         self.tables: list[Array] = [np.zeros((rows, 16), np.int32) for _ in range(groups)]
         self.length: Array = np.zeros(rows, np.int64)
         self.prompt_len: Array = np.zeros(rows, np.int64)
+        self.scored: Array = np.zeros(rows, np.int64)
         self.seeds: Array = np.zeros(rows, np.uint64)
         self.params: list[SamplingParams] = [_NO_PARAMS] * rows
         self.extra: list[dict[str, Any]] = [{}] * rows
@@ -172,6 +190,7 @@ class Rows:
         width = -(-step.longest // self.block_size) + SPARE
         tables = tuple(table[rows, :width] for table in self.tables)
         step.sampled = RowBatch(self, list(compress(ids, samples_)), rows[samples]) if any(samples_) else None
+        step.scores = self._scores(ids, rows, starts, ends, last - lens)
         step.advanced = step.moved = False
         step.counters = step.fed = None
         if self.unknown is not None:
@@ -187,6 +206,20 @@ class Rows:
             step.room = min((table.shape[1] for table in tables), default=0) * self.block_size
         step.batch = Batch(starts, lens, tables, samples, self.block_size, step.tokens, step.positions)
         return step
+
+    def _scores(self, ids: Sequence[str], rows: Array, starts: Array, ends: Array, first: Array) -> Scores | None:
+        """first: where each request begins in the flat batch. The row of a token tells how likely the next one is."""
+        begin = np.maximum(starts, self.scored[rows] - 1)
+        lens = np.minimum(ends, self.prompt_len[rows] - 1) - begin
+        at = np.flatnonzero(lens > 0)
+        if not len(at):
+            return None
+        lens = lens[at]
+        inside = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+        flat = np.repeat((first - starts + begin)[at], lens) + inside
+        tokens = self.tokens[np.repeat(rows[at], lens), np.repeat(begin[at], lens) + inside + 1].astype(np.int64)
+        counts = np.repeat([self.params[row].prompt_logprobs or 0 for row in rows[at].tolist()], lens).tolist()
+        return Scores([ids[i] for i in at.tolist()], lens.tolist(), flat, tokens, counts)
 
     def _advance(self, step: Step, starts: tuple[int, ...], changes: list[tuple[int, Delta]]) -> bool:
         """Make `step` the one after it; False, and it is of no more use, if it cannot be."""
@@ -274,6 +307,7 @@ class Rows:
         self.tokens[row, :count] = data.tokens
         self.length[row] = count
         self.prompt_len[row] = data.prompt_len
+        self.scored[row] = data.prompt_len if data.params.prompt_logprobs is None else data.scored
         self.seeds[row] = data.seed
         self.params[row] = data.params
         self.extra[row] = data.extra
@@ -294,12 +328,13 @@ class Rows:
 
     def _grow(self) -> None:
         rows = len(self.params)
-        self.tokens, self.length, self.prompt_len, self.seeds, self._born, *self.tables = (
+        self.tokens, self.length, self.prompt_len, self.scored, self.seeds, self._born, *self.tables = (
             np.concatenate([array, np.zeros_like(array)])
             for array in (
                 self.tokens,
                 self.length,
                 self.prompt_len,
+                self.scored,
                 self.seeds,
                 self._born,
                 *self.tables,

@@ -189,7 +189,8 @@ class Engine:
             self._generated += len(tokens)
             output = TokenOutput(request.id, index, list(tokens))
             if index == 0 and tokens:
-                request.first_token_at, output.cached_tokens = now / 1e9, request.cached_tokens
+                request.first_token_at = now / 1e9
+                output.begin(request)
             if logprobs:
                 found = logprobs.get(request.id)
                 output.logprobs = list(found[: len(tokens)]) if found else None

@@ -14,11 +14,12 @@ def fork(parent: Request, view: LiveView, kv: KVCache, seats: int) -> Iterator[R
     those who run from now on. `seats`: how many of --max-num-seqs those who run and these may take.
 
     Before `publish`, which may give up what only they need. Who has no seat, or may not share, waits to start by
-    itself, before new requests.
+    itself, before new requests. The parent tells the prompt's log-probabilities for all.
     """
     for child in parent.children:
         view.hidden -= 1
         child.admitted_at = parent.admitted_at
+        child.prompt_logprobs = None
         child.reached = child.computed = child.num_tokens - 1
         if len(view.running) < seats and child.computed and kv.fork(parent, child):
             child.status = Status.RUNNING

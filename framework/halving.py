@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from .device import out_of_memory
 from .errors import brief
 from .log import get_logger
-from .plan import Plan, Slice, StepResult
+from .plan import Logprobs, Plan, Slice, StepResult
 
 log = get_logger(__name__)
 Launched = tuple[Callable[[], StepResult], Callable[[], bool]]
@@ -118,10 +118,15 @@ def halved(plan: Plan) -> tuple[Plan, ...]:
 
 
 def _merged(step: int, results: list[StepResult], errors: dict[str, str]) -> StepResult:
+    scores: dict[str, tuple[Logprobs, ...]] = {}
+    for result in results:  # in the order of a request's tokens
+        for id, some in result.prompt_logprobs.items():
+            scores[id] = scores.get(id, ()) + some
     return StepResult(
         step,
         tokens={id: tokens for result in results for id, tokens in result.tokens.items()},
         logprobs={id: found for result in results for id, found in result.logprobs.items()},
         errors={id: why for result in results for id, why in result.errors.items()} | errors,
         stages=tuple(stage for result in results for stage in result.stages),
+        prompt_logprobs=scores,
     )

@@ -92,7 +92,8 @@ class Meta:
 
     cu_lens: int32 [R + 1], row offsets of the requests in the flat batch. seq_lens: int32 [R], cached plus new tokens.
     slots: int64 [T] per group, block * block_size + offset of every new token. tables: int32 [R, blocks] per group.
-    logits_rows: int64, flat rows that are sampled. max_len, max_seq: largest of lens and seq_lens. tokens, positions:
+    logits_rows: int64, flat rows whose logits are wanted: `prepare` names those that are sampled, and the executor may
+    name others, in order, before the forward pass. max_len, max_seq: largest of lens and seq_lens. tokens, positions:
     int64 [T], those of the batch, if it has them. limits: of the graph whose inputs these are; None: of no graph.
     """
 
@@ -379,7 +380,8 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def logits(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
-        """Only sampled rows: [R, hidden] -> [R, vocab], in the model's dtype or in float32."""
+        """Of rows that `Meta.logits_rows` names, all or some: [R, hidden] -> [R, vocab], in the model's dtype or in
+        float32."""
 
     @abstractmethod
     def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

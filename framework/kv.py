@@ -91,6 +91,7 @@ class KVCache(ABC):
         """Leading tokens of a request without blocks that can be reused. Pure; takes no reference.
 
         At most num_tokens - 1, so that something is left to compute. For a swapped request, what it owns on the host.
+        For another one that is `scoring`, 0: only what it computes itself tells how likely its prompt is.
         """
         return 0
 

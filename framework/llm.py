@@ -44,6 +44,9 @@ class RequestOutput(msgspec.Struct):
     token_ids: list[int] = []
     logprobs: list[Logprobs] = []
     """One for each token if `SamplingParams.logprobs` was set, else empty."""
+    prompt_logprobs: list[Logprobs | None] = []
+    """One for each prompt token if `SamplingParams.prompt_logprobs` was set, else empty. None for the first. One list
+    for all outputs of a prompt."""
     finish_reason: str | None = None
     """stop, length, abort."""
     stop_reason: int | str | None = None
@@ -195,6 +198,9 @@ class LLM:
                     if output.id not in index:
                         continue  # ended by a stop string in this very round
                     i = index[output.id]
+                    if output.prompt_logprobs is not None:  # told once for all of a prompt
+                        for one in outputs[i - i % n : i - i % n + n]:
+                            one.prompt_logprobs = output.prompt_logprobs
                     text = self._take(output, outputs[i], assemblers[i])
                     if outputs[i].finish_reason is not None:
                         del index[output.id], self._mail[output.id]

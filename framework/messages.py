@@ -95,7 +95,13 @@ class TokenOutput(msgspec.Struct, array_like=True):
     cached_tokens: int = 0
     """Of the prompt, found in the prefix cache; told with the first tokens."""
     prompt_logprobs: list[Logprobs | None] | None = None
-    """Of each prompt token, if asked for; told with the first tokens. None for the first: nothing is before it."""
+    """Of each prompt token, if asked for; told with the first tokens. None for the first: nothing is before it. Of
+    several that share a prompt the first of which tokens come tells it, once for all."""
+
+    def begin(self, request: Request) -> None:
+        """These are the request's first tokens: what is told once goes with them."""
+        self.cached_tokens = request.cached_tokens
+        self.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
 
 
 class EngineStats(msgspec.Struct, array_like=True):

@@ -129,9 +129,19 @@ class Model(ABC):
         values. Layers with different windows may share one: it then keeps what any of them sees."""
 
     @abstractmethod
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta) -> torch.Tensor:
-        """Ragged forward pass.
+    def states(self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta) -> torch.Tensor:
+        """Ragged forward pass, up to the head.
 
-        tokens, positions: int64 [T]. caches: one entry per layer, as `KernelBackend.allocate` made it. Returns logits
-        [R, vocab] for the R rows of `meta.logits_rows` only.
+        tokens, positions: int64 [T]. caches: one entry per layer, as `KernelBackend.allocate` made it. Returns what
+        `logits` takes of the R rows of `meta.logits_rows` only, [R, hidden]: any rows of the batch, in order, not
+        only last ones of requests.
         """
+
+    @abstractmethod
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The head: [R, hidden] -> [R, vocab], each row by itself. R may be 0. It may be asked for parts of what
+        `states` returned, one after the other: the logits of all rows of a long prompt may be too many to hold."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta) -> torch.Tensor:
+        """Both: logits [R, vocab] of the rows of `meta.logits_rows`."""
+        return self.logits(self.states(tokens, positions, caches, meta))

@@ -55,7 +55,8 @@ class RequestData(_Record, frozen=True):
     """All an executor needs to know of a request that was admitted or resumed.
 
     `tokens` are prompt and output so far, of which the first `prompt_len` are the prompt's; `seed` is an unsigned
-    64-bit integer, always set.
+    64-bit integer, always set. `scored`: leading prompt tokens whose log-probabilities the engine has already, of a
+    request that asks for them.
     """
 
     id: str
@@ -65,12 +66,13 @@ class RequestData(_Record, frozen=True):
     seed: int
     adapter: str | None = None
     extra: dict[str, Any] = {}
+    scored: int = 0
 
     @classmethod
     def of(cls, request: Request) -> RequestData:
         tokens = [*request.prompt, *request.output]
-        extra = dict(request.extra)
-        return cls(request.id, tokens, len(request.prompt), request.params, request.seed, request.adapter, extra)
+        told = request.id, tokens, len(request.prompt), request.params, request.seed, request.adapter
+        return cls(*told, dict(request.extra), request.scored)
 
 
 class Plan(_Record, frozen=True):
@@ -98,7 +100,8 @@ class Plan(_Record, frozen=True):
 
 
 class Logprobs(_Record, frozen=True):
-    """Of one output token, natural logarithms from the unmodified logits. `top` is sorted, likeliest first."""
+    """Of one token of output or prompt, natural logarithms from the unmodified logits. `top` is sorted, likeliest
+    first. A prompt may hold a token that the model rules out: its `logprob` is -inf then."""
 
     token: int
     logprob: float
@@ -118,6 +121,9 @@ class StepResult(_Record, frozen=True):
     errors: Mapping[str, str] = {}
     stages: tuple[tuple[str, int, int], ...] = ()
     """(stage, start, end) in nanoseconds of the executor's clock: batch_build, forward, sampling."""
+    prompt_logprobs: Mapping[str, tuple[Logprobs, ...]] = {}
+    """Of the prompt tokens that come behind those computed, up to the prompt's end, without the first
+    `RequestData.scored` tokens: chunk by chunk they follow on each other."""
 
 
 class Timings(msgspec.Struct):

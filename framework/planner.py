@@ -238,7 +238,7 @@ class Planner:
 
         Sets `finish_reason` of requests that are complete or in `result.errors`; the caller removes them.
         """
-        publish, tokens_of, errors = self.kv.publish, result.tokens, result.errors
+        publish, tokens_of, errors, scores = self.kv.publish, result.tokens, result.errors, result.prompt_logprobs
         produced: list[tuple[Request, int, tuple[int, ...]]] = []
         for request, part in self._submitted.pop(plan.step)[0]:
             if request.status is Status.FINISHED:  # while this step was in flight
@@ -252,6 +252,8 @@ class Planner:
                 self.recomputed_tokens += min(end, request.reached) - start
             if end > request.reached:
                 request.reached = end
+            if scores and request.prompt_logprobs is not None:
+                request.prompt_logprobs += scores.get(part.request_id, ())
             tokens = tokens_of.get(part.request_id)
             if tokens and request.children:
                 others = sum(len(r.children) for r in self._wide if r is not request and r.status is Status.RUNNING)
@@ -261,11 +263,7 @@ class Planner:
             request.computed = planned
             index = len(request.output)
             if tokens:
-                for token in tokens:
-                    if request.append(token):
-                        tokens = tokens[: len(request.output) - index]
-                        break
-                produced.append((request, index, tokens))
+                produced.append((request, index, request.extend(tokens)))
                 request.failures = 0  # not before: who fails in a later chunk computes the first ones again and again
             elif errors and part.request_id in errors:
                 request.finish_reason = "error"

@@ -10,8 +10,9 @@ from .plan import Delta, Plan, RequestData, Slice
 from .settings import Settings, host_blocks, parse_memory
 from .types import SamplingParams
 
-PROBE = SamplingParams(temperature=1.0, top_p=0.9)
-"""Of the requests in `largest_step`: samplers sort for it."""
+PROBE = SamplingParams(temperature=1.0, top_p=0.9, logprobs=20, prompt_logprobs=20)
+"""Of the requests in `largest_step`: samplers sort for it, while log-probabilities are kept; and those of the prompt
+take what they take."""
 
 
 class Memory(NamedTuple):

@@ -17,6 +17,7 @@ from .errors import InvalidRequest, brief
 
 if TYPE_CHECKING:
     from .kv import Usage
+    from .plan import Logprobs
 
 Json = Any
 """A value that JSON can hold."""
@@ -131,12 +132,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     "stop_token_ids",
                     f"stop_token_ids: token id {token} is outside the vocabulary (0..{vocab_size - 1})",
                 )
-        need(
-            self.logprobs is None or 0 <= self.logprobs <= self.MAX_LOGPROBS,
-            "logprobs",
-            f"between 0 and {self.MAX_LOGPROBS}",
-        )
-        for field in ("prompt_logprobs", "allowed_token_ids", "bad_words", "bad_token_ids", "structured_outputs"):
+        for field in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, field)
+            need(count is None or 0 <= count <= self.MAX_LOGPROBS, field, f"between 0 and {self.MAX_LOGPROBS}")
+        for field in ("allowed_token_ids", "bad_words", "bad_token_ids", "structured_outputs"):
             need(getattr(self, field) in (None, ()), field, "left out: it is not supported yet")
 
     @property
@@ -199,6 +198,7 @@ class Request:
         "preemptions",
         "priority",
         "prompt",
+        "prompt_logprobs",
         "reached",
         "seed",
         "state",
@@ -247,6 +247,8 @@ class Request:
         self.computed = 0  # leading tokens whose keys and values are in the cache, or will be after the steps in flight
         self.reached = 0  # the most tokens that ever were: what is computed below it is computed again
         self.cached_tokens = 0  # of the prompt, found in the cache when the request first started
+        # Those of its first tokens so far, until they are told; None: they were told, or are not asked for.
+        self.prompt_logprobs: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self.children: list[Request] = []  # for n > 1: hidden, until they fork off when this one's prompt is computed
         self.drafts = 0
         self.preemptions = 0
@@ -270,6 +272,17 @@ class Request:
         return self.num_tokens + self.drafts - self.computed
 
     @property
+    def scored(self) -> int:
+        """Leading prompt tokens whose log-probabilities are known or not asked for."""
+        return len(self.prompt if self.prompt_logprobs is None else self.prompt_logprobs)
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come. They come of computing it: then a KV cache takes
+        nothing over for the request that others computed."""
+        return self.scored < len(self.prompt)
+
+    @property
     def seats(self) -> int:
         """How many of `--max-num-seqs` it takes: one for itself and one for each that will fork off."""
         return 1 + len(self.children)
@@ -284,6 +297,13 @@ class Request:
         elif len(self.prompt) + len(self.output) >= self._limit:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def extend(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """`append` each, up to the last that there may be. Returns those that were appended."""
+        for count, token in enumerate(tokens, 1):
+            if self.append(token):
+                return tokens[:count]
+        return tokens
 
     def __repr__(self) -> str:
         return f"<Request {self.id} {self.status} {self.computed}/{self.num_tokens}>"

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from . import machine
-from .batch import RowBatch, Rows, Step
+from .batch import RowBatch, Rows, Scores, Step
 from .defaults import model_class
 from .device import Device, lost, make_device, out_of_memory, resolve_device, resolve_dtype
 from .errors import ConfigError, EngineDead, ModelError, PluginError, one_line
@@ -26,6 +26,7 @@ from .kv import KV_DTYPES, Capacity
 from .model import Checkpoint, Model
 from .plan import Copy, Logprobs, Plan, StepResult
 from .registry import Plugins
+from .scoring import log_probabilities, score
 from .settings import DEFAULT_DEVICE_MEMORY, DEFAULT_KV_MEMORY, Settings
 from .sizing import Memory, largest_step, pool_blocks, swap_blocks
 
@@ -40,6 +41,7 @@ class Drawn(NamedTuple):
     unmodified: torch.Tensor | None
 
 
+NOT_FINITE = "the model's logits are not finite (NaN, or nothing left to choose from)"
 MEASURE_SECONDS = 0.05
 MEASURE_TOKENS = 128
 """A prefill that takes longer, of at least so many tokens, tells how fast the model is: a short one reads all weights
@@ -326,11 +328,17 @@ class TorchExecutor(Executor):
         inputs = self._inputs = self._advance(step) or self._in_graph(step) or self._prepare(step.batch)
         self._feed(step, inputs[0])
         built = ns()
-        logits = self._forward(inputs)
+        scores = dict[str, tuple[Logprobs, ...]]()
+        if step.scores is None:
+            logits = self._forward(inputs)
+        else:
+            logits, scores = self._scored(inputs, step.scores)
+        unscored = [id for id, some in scores.items() if any(math.isnan(one.logprob) for one in some)]
         forwarded = ns()  # on a GPU only launched: the wait for it shows under sampling
         stages = (("batch_build", begin, built), ("forward", built, forwarded))
         if step.sampled is None:
-            result = StepResult(plan.step, stages=(*stages, ("sampling", forwarded, ns())))
+            times, errors = (*stages, ("sampling", forwarded, ns())), dict.fromkeys(unscored, NOT_FINITE)
+            result = StepResult(plan.step, stages=times, errors=errors, prompt_logprobs=scores)
             return lambda: result, lambda: True
         drawn = self._sample(logits, step.sampled)
         fetched = self.device.fetch([drawn.tokens, drawn.best])
@@ -341,10 +349,9 @@ class TorchExecutor(Executor):
         def finish() -> StepResult:
             chosen = rows.learn(sampling)
             tokens = dict(zip(ids, zip(chosen, strict=True), strict=True))
-            errors: dict[str, str] = {}
-            for at in not_finite(fetched.wait()[1]):
-                del tokens[ids[at]]
-                errors[ids[at]] = "the model's logits are not finite (NaN, or nothing left to choose from)"
+            errors = dict.fromkeys((*unscored, *(ids[at] for at in not_finite(fetched.wait()[1]))), NOT_FINITE)
+            for id in errors:
+                tokens.pop(id, None)
             logprobs: dict[str, tuple[Logprobs, ...]] = {}
             if drawn.unmodified is not None:
                 counts = [params[row].logprobs or 0 for row in drawn.asked]
@@ -352,7 +359,8 @@ class TorchExecutor(Executor):
                     found = log_probabilities(drawn.unmodified, drawn.tokens[drawn.asked], counts)
                 logprobs = {ids[at]: (one,) for at, one in zip(drawn.asked, found, strict=True) if ids[at] in tokens}
             times = (*stages, ("sampling", forwarded, ns()))
-            return StepResult(plan.step, tokens=tokens, logprobs=logprobs, errors=errors, stages=times)
+            result = StepResult(plan.step, tokens=tokens, logprobs=logprobs, errors=errors, stages=times)
+            return replace(result, prompt_logprobs=scores) if scores else result
 
         return finish, fetched.ready
 
@@ -425,6 +433,18 @@ class TorchExecutor(Executor):
         tokens, positions, meta = inputs
         return self.model.forward(tokens, positions, self._caches, meta)
 
+    def _scored(self, inputs: Inputs, scores: Scores) -> tuple[torch.Tensor, dict[str, tuple[Logprobs, ...]]]:
+        """`_forward` where log-probabilities of prompts are wanted, and those."""
+        assert self.model is not None
+        tokens, positions, meta = inputs
+        sampled = np.cumsum(meta.batch.lens)[meta.batch.samples] - 1
+        rows = np.sort(np.concatenate((scores.rows, sampled)))
+        places = [np.searchsorted(rows, some) for some in (scores.rows, sampled)]
+        meta.logits_rows, following, *at = self.device.send([rows, scores.tokens, *places])
+        states = self.model.states(tokens, positions, self._caches, meta)
+        scored, last = (states.index_select(0, some) for some in at)
+        return self.model.logits(last), score(self.model.logits, scored, following, scores)
+
     def _sample(self, logits: torch.Tensor, batch: RowBatch) -> Drawn:
         logits = logits.float()
         unmodified = torch.log_softmax(logits[batch.asked], -1) if batch.asked else None
@@ -459,30 +479,6 @@ def not_finite(best: torch.Tensor) -> list[int]:
     if math.isfinite(sum(values)):  # in float64, where finite ones stay so
         return []
     return [row for row, value in enumerate(values) if not math.isfinite(value)]
-
-
-def log_probabilities(logprobs: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list[Logprobs]:
-    """For each row of log-probabilities [rows, vocab]: of the token chosen, and of the counts[row] likeliest.
-
-    Equal ones are listed by token id, so the list does not depend on who shares the batch.
-    """
-    own = logprobs.gather(1, chosen[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
-    most = min(max(counts), logprobs.shape[1])
-    tops: list[list[tuple[int, float]]] = [[] for _ in counts]
-    if most:
-        # A row's k-th value is its threshold; ties at it make more than k candidates, cut after sorting.
-        kth = torch.tensor([max(0, min(k, most) - 1) for k in counts], device=logprobs.device)
-        least = logprobs.topk(most).values.gather(1, kth[:, None])
-        at = (logprobs >= least).nonzero(as_tuple=True)
-        row, token, value = (x.cpu().numpy() for x in (*at, logprobs[at]))
-        for entry in np.lexsort((token, -value, row)):
-            if len(tops[row[entry]]) < counts[row[entry]]:
-                tops[row[entry]].append((int(token[entry]), float(value[entry])))
-    return [
-        Logprobs(token, value, rank, tuple(top))
-        for token, value, rank, top in zip(chosen.tolist(), own[:, 0].tolist(), ranks.tolist(), tops, strict=True)
-    ]
 
 
 def _name(dtype: torch.dtype) -> str:

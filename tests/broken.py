@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from framework.plugins.kv.paged import PagedCache
 
@@ -453,6 +454,15 @@ class SharesWithEverybody(PagedCache):
 class LooksUpLess(PagedCache):
     def lookup(self, request: Request) -> int:
         return max(0, super().lookup(request) - self._block_size)
+
+
+class TakesOverWhatIsScored(PagedCache):
+    def _start(self, request: Request) -> Any:
+        scores, request.prompt_logprobs = request.prompt_logprobs, None
+        try:
+            return super()._start(request)
+        finally:
+            request.prompt_logprobs = scores
 
 
 class RemembersAfterReset(PagedCache):

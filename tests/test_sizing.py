@@ -71,20 +71,27 @@ def test_what_does_not_fit_is_said_with_numbers(
 
 
 def test_the_largest_step_is_run_to_see_what_it_takes(tiny_llama: Path, device: FakeDevice) -> None:
-    """As many tokens and sampled requests as there may be, sampler and logits processors included; they hear later
-    that those requests are gone."""
+    """As many tokens and sampled requests as there may be, log-probabilities of the prompts, sampler and logits
+    processors included; they hear later that those requests are gone."""
     spy = Spy()
     executor = build(tiny_llama, spy, max_num_batched_tokens=70, max_num_seqs=5, max_model_len=40)
     sizes: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        forward = executor._forward
+        forward, scored = executor._forward, executor._scored
 
         def watched(inputs: Any) -> torch.Tensor:
             logits = forward(inputs)
             sizes.append((len(inputs[0]), len(logits)))
             return logits
 
+        def watched_too(inputs: Any, scores: Any) -> Any:
+            logits, found = scored(inputs, scores)
+            sizes.append((len(inputs[0]), len(logits)))
+            assert sorted(map(len, found.values())) == [26, 39]
+            return logits, found
+
         patch.setattr(executor, "_forward", watched)
+        patch.setattr(executor, "_scored", watched_too)
         executor.start()
     assert sizes[0] == (70, 5) and {rows for _, rows in sizes[1:]} == {1}
     [seen] = spy.seen

@@ -12,7 +12,8 @@ from driver import BLOCK, GREEDY, Driver, Spy, build, prompt
 from transformers import AutoModelForCausalLM
 
 from framework import Copy, Delta, Plan, PluginError, SampleBatch, SamplingParams, Slice
-from framework.worker import TorchExecutor, log_probabilities
+from framework.scoring import log_probabilities
+from framework.worker import TorchExecutor
 
 NEAR = 2e-4
 

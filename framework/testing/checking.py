@@ -45,6 +45,7 @@ class _Sequence:
         self.tables: list[list[int]] = [[] for _ in range(groups)]
         self.first = [0] * groups  # blocks below it fell out of the window: the table's entries mean nothing
         self.computed: int | None = None  # None: not known before the first slice (prefix hits, swap-in)
+        self.scored = data.prompt_len if data.params.prompt_logprobs is None else data.scored
         self.prefixes: list[int] = []
 
     def prefix(self, position: int) -> int:
@@ -64,6 +65,7 @@ class CheckingExecutor(Executor):
     - a request's data comes with it when it joins or returns, with the prompt, seed, parameters and output it had;
     - a slice starts where the last one ended, ends within the known tokens, and samples if and only if it reaches
       their end;
+    - prompt tokens whose log-probabilities are asked for are computed by the request itself, each told once;
     - deltas name blocks of the pool, leave no gap in a table (but for what is out of the window), hold no block twice,
       and cover the slice;
     - no block is written that is also in another request's table; copies (run in order) never land in one either;
@@ -76,7 +78,7 @@ class CheckingExecutor(Executor):
     step and by `check`, which a test should call at its end.
 
     Output tokens are `next_token(data, tokens)`, a function of the request's seed and tokens alone; whatever the
-    schedule, each request's output must be the same.
+    schedule, each request's output must be the same. So must log-probabilities, which `score` makes up for prompts.
 
     With `max_in_flight` 2 an engine has to plan a step before it knows what came of the last one. A plan that was
     submitted behind one that failed fails, too.
@@ -125,6 +127,7 @@ class CheckingExecutor(Executor):
         self._live: dict[str, _Sequence] = {}
         self._owners: list[dict[int, set[str]]] = [{} for _ in windows]  # per group: block -> requests
         self._past: dict[str, tuple[RequestData, list[int]]] = {}  # data and all tokens, by id, until it ends
+        self._told: dict[str, int] = {}  # prompt tokens whose log-probabilities were told, by id, until it ends
         self._lost: set[str] = set()  # running when a step failed: their state is gone here, too
 
     def next_token(self, data: RequestData, tokens: Sequence[int]) -> int:
@@ -133,6 +136,12 @@ class CheckingExecutor(Executor):
         May raise `RequestFailed(message)`: the step goes on and reports it in `StepResult.errors`.
         """
         return hash((data.seed, tuple(tokens))) % self.vocab_size
+
+    def score(self, data: RequestData, position: int) -> Logprobs:
+        """Of the prompt token at `position`: made up from the tokens up to it."""
+        tokens, count = data.tokens[: position + 1], data.params.prompt_logprobs or 0
+        value = -1.0 - hash(tuple(tokens)) % 1000 / 100
+        return Logprobs(tokens[-1], value, 2, tuple((i, -0.5 - i) for i in range(count)))
 
     def start(self, progress: Callable[[str, float], None] = lambda stage, share: None) -> Capacity:
         progress("checking", 1.0)
@@ -197,6 +206,7 @@ class CheckingExecutor(Executor):
         for id in plan.finished:
             if id not in self._lost:  # else it may be on its way back
                 self._past.pop(id, None)
+                self._told.pop(id, None)
             self._drop(id)
         for gone in plan.preempted:
             known = gone.request_id in self._live or gone.request_id in self._lost
@@ -212,6 +222,8 @@ class CheckingExecutor(Executor):
                 f"{data.id}: returned with another prompt length, seed, parameters, adapter or extra",
             )
             _need(data.tokens == tokens, f"{data.id}: returned with tokens {data.tokens}, it had {tokens}")
+            told = self._told.setdefault(data.id, data.scored)
+            _need(data.scored == told, f"{data.id}: {told} prompt tokens have log-probabilities, not {data.scored}")
             self._live[data.id] = _Sequence(data, len(self._owners))
             self._lost.discard(data.id)
         if self._seats is not None:
@@ -243,6 +255,8 @@ class CheckingExecutor(Executor):
         _need(resumes, f"{id}: starts at {part.start}, but {sequence.computed} tokens are computed")
         _need(end <= known, f"{id}: computes up to {end} of {known} known tokens")
         _need(part.samples == (end == known), f"{id}: samples={part.samples} at {end} of {known} known tokens")
+        gap = part.start > sequence.scored - 1 and sequence.scored < sequence.data.prompt_len
+        _need(not gap, f"{id}: starts at {part.start}, {sequence.scored} prompt tokens have log-probabilities")
 
     def _apply(self, delta: Delta, id: str) -> None:
         _need(0 <= delta.group < len(self._owners), f"{id}: a delta for group {delta.group}, which does not exist")
@@ -319,12 +333,17 @@ class CheckingExecutor(Executor):
         tokens: dict[str, tuple[int, ...]] = {}
         logprobs: dict[str, tuple[Logprobs, ...]] = {}
         errors: dict[str, str] = {}
+        scores: dict[str, tuple[Logprobs, ...]] = {}
         for part in plan.slices:
-            if not part.samples:
-                continue
             id = part.request_id
             sequence = self._live[id]
             params = sequence.data.params
+            scored = min(part.start + part.tokens + 1, sequence.data.prompt_len)
+            if scored > sequence.scored:
+                scores[id] = tuple(self.score(sequence.data, at) for at in range(sequence.scored, scored))
+                sequence.scored = self._told[id] = scored
+            if not part.samples:
+                continue
             try:
                 if self._ends.get(id) == len(sequence.tokens) - sequence.data.prompt_len:
                     token = params.eos_token_ids[0]
@@ -342,9 +361,8 @@ class CheckingExecutor(Executor):
                 top = tuple((token + i, -0.5 - i) for i in range(params.logprobs))
                 logprobs[id] = (Logprobs(token, -0.5, 1, top),)
         copied = tuple(copy.ticket for copy in plan.copies if copy.ticket)
-        return StepResult(
-            plan.step, tokens, logprobs, {}, copied, errors, (*stages, ("sampling", begin, self.clock.ns()))
-        )
+        stages = (*stages, ("sampling", begin, self.clock.ns()))
+        return StepResult(plan.step, tokens, logprobs, {}, copied, errors, stages, scores)
 
     def _drop(self, id: str) -> None:
         self._lost.discard(id)

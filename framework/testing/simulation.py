@@ -13,7 +13,7 @@ from ..executor import Pending
 from ..hookspecs import hookimpl
 from ..kv import CacheSpec, Capacity, KVCache
 from ..messages import Add, TokenOutput
-from ..plan import Plan, RequestData
+from ..plan import Logprobs, Plan, RequestData
 from ..preemption import Costs, Limits
 from ..registry import Plugins, load_plugins
 from ..settings import Settings
@@ -41,9 +41,13 @@ class Client(NamedTuple):
     n: int = 1
     """Outputs for the one prompt: each is a request, with an id of its own from the second on (see `Add.ids`)."""
 
+    scores: int | None = None
+    """As `SamplingParams.prompt_logprobs`."""
+
     @property
     def params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.max_tokens, eos_token_ids=tuple(range(self.ends)))
+        ends = tuple(range(self.ends))
+        return SamplingParams(max_tokens=self.max_tokens, eos_token_ids=ends, prompt_logprobs=self.scores)
 
 
 def random_clients(rng: Random, count: int, most: int, *, aborts: bool = False) -> list[Client]:
@@ -59,7 +63,8 @@ def random_clients(rng: Random, count: int, most: int, *, aborts: bool = False) 
         tokens = rng.choice((1, rng.randint(1, most - len(prompt)), rng.randint(1, most - len(prompt))))
         ends = rng.choice((0, 0, 20))
         tenant, n = rng.choice(("", "a", "b")), rng.choice((1, 1, 1, 2, 3))
-        found.append(Client(f"r{i}", prompt, tokens, arrives, leaves, rng.randint(-2, 2), tenant, ends, n))
+        scores = (None, None, None, 0, 2)[i % 5]
+        found.append(Client(f"r{i}", prompt, tokens, arrives, leaves, rng.randint(-2, 2), tenant, ends, n, scores))
     return found
 
 
@@ -159,6 +164,8 @@ class Simulation:
         self.reasons: dict[str, str] = {}
         """How each request ended, in the order in which they did."""
         self.errors: dict[str, str] = {}
+        self.scores: dict[str, list[Logprobs | None]] = {}
+        """`TokenOutput.prompt_logprobs`, by the id under which they came."""
         self._left: set[str] = set()
         self._prefix_cache = prefix_cache
 
@@ -254,10 +261,24 @@ class Simulation:
             expected, output, reason = self.alone(id), self.outputs[id], self.reasons[id]
             whole = id not in self._left and reason != "error" and request.params.max_tokens is not None
             assert output == (expected if whole else expected[: len(output)]), f"{id}: other tokens"
+            self._check_scores(id)
         usage = self.kv.usage()
         rest = (usage.holding, usage.reserved, usage.swapped, usage.tokens)
         assert rest == (0, 0, 0, 0), f"everybody has left, and the cache says {usage}"
         assert self.kv.available == usage.total, f"{self.kv.available} of {usage.total} blocks came back"
+
+    def _check_scores(self, id: str) -> None:
+        """What was told of the prompt is what is told alone, and of one of those that share it."""
+        request = self.requests[id]
+        wanted = request.params.prompt_logprobs is not None
+        group = [other for other in self.requests if other.partition("/")[0] == id.partition("/")[0]]
+        told = [other for other in group if other in self.scores]
+        started = wanted and any(self.outputs[other] for other in group)
+        assert len(told) == started, f"{group}: told of their prompt under {told}"
+        if id in told:
+            data = RequestData(id, list(request.prompt), len(request.prompt), request.params, request.seed)
+            alone = [None, *(self.executor.score(data, at) for at in range(1, len(request.prompt)))]
+            assert self.scores[id] == alone, f"{id}: other log-probabilities of its prompt"
 
     def check(self) -> None:
         """What has to hold between any two steps."""
@@ -325,6 +346,9 @@ class Simulation:
             assert output.id not in self.reasons, f"{output.id} had ended already: {output}"
             assert output.index == len(known), f"{output.id}: index {output.index} after {len(known)} tokens"
             known += output.tokens
+            if output.prompt_logprobs is not None:
+                assert output.id not in self.scores and output.tokens, f"{output.id}: told of its prompt again"
+                self.scores[output.id] = output.prompt_logprobs
             if output.finish_reason is not None:
                 self.reasons[output.id] = output.finish_reason
                 if output.error:

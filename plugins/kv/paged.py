@@ -89,7 +89,7 @@ class PagedCache(KVCache):
             return Start(
                 request.computed, swapped.first, [*map(find, names), *[None] * (len(swapped.blocks) - len(names))]
             )
-        if prefixes is None:
+        if prefixes is None or request.scoring:
             return Start(0, 0, [])
         most = (request.num_tokens - 1) // size  # something has to be left to compute
         outside = None if self._window is None else self._outside

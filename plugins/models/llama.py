@@ -276,7 +276,7 @@ class Llama(Model):
         group = CacheGroup(spec.layers, spec.kv_heads, spec.head_dim, window)
         return CacheSpec(block_size, str(self._dtype).removeprefix("torch."), (group,))
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta) -> torch.Tensor:
+    def states(self, tokens: torch.Tensor, positions: torch.Tensor, caches: list[Any], meta: Meta) -> torch.Tensor:
         ops = self._backend
         if meta.max_seq > (known := self._rope.cos.shape[0]):
             self._rope = self._positions(min(self._spec.max_model_len, max(meta.max_seq, 2 * known)))
@@ -285,7 +285,10 @@ class Llama(Model):
             x = x.index_select(0, meta.logits_rows)
             residual = None if residual is None else residual.index_select(0, meta.logits_rows)
         x, _ = ops.add_rmsnorm(x, residual, self._norm, self._decoder.eps)
-        return ops.logits(x, self._head)
+        return x
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self._backend.logits(states, self._head)
 
 
 def _windows(architecture: str, config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
