@@ -92,10 +92,10 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([_utf8(text)], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
-    def encode_spans(self, text: str) -> list[tuple[int, int, int]]:
-        """(token id, first character, one past the last) of what `encode` gives without special tokens added. Tokens
-        that are parts of one character have the whole of it."""
-        (encoding,) = self.backend.encode_batch([_utf8(text)], add_special_tokens=False)
+    def encode_spans(self, text: str, add_special_tokens: bool = False) -> list[tuple[int, int, int]]:
+        """(token id, first character, one past the last) of what `encode` gives. Tokens that are parts of one character
+        have the whole of it; special tokens that were added have no character."""
+        (encoding,) = self.backend.encode_batch([_utf8(text)], add_special_tokens=add_special_tokens)
         return [(id, start, stop) for id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -136,6 +136,8 @@ class Tokenizer:
         variables = {"tools": None, "documents": None, **self.special, **kwargs}
         # Clients send null for what is absent, which templates would print or stumble over.
         chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        if "developer" not in template:  # the newer name of what nearly all of them know as system
+            chat = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in chat]
         mark = ""
         if continue_final_message:
             if not chat or not isinstance(chat[-1].get("content"), str):

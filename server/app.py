@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 
@@ -18,11 +17,10 @@ from framework.registry import Plugins
 
 from . import errors, openai, operations, reference, tokens
 from .body import LimitedBody
+from .fields import REQUEST_ID
 from .generation import Serving
 from .keys import Authentication, Keys
 from .proxy import Prefixed
-
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestIds:
@@ -36,13 +34,15 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
-        id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-        scope.setdefault("state", {}).update(start=time.monotonic_ns(), request_id=id)
+        named = REQUEST_ID.fullmatch(given) is not None
+        id = given if named else secrets.token_hex(12)
+        state = scope.setdefault("state", {})
+        state.update(start=time.monotonic_ns(), request_id=id, named=named)
         bind_contextvars(request_id=id)
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = id
+                MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
             await send(message)
 
         await self._app(scope, receive, with_id)

@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from structlog.contextvars import bind_contextvars
 
 from framework import InvalidRequest, Logprobs, ResponseRecord, SamplingParams, Tokenizer
 from framework.detokenizer import Assembler, Delta
@@ -131,13 +132,14 @@ class Generation:
         """All sequences: what is counted."""
         self.cut: Cut | None = None
         """What to keep of the prompts; set before they are tokenised."""
-        self._request_id: str = request.state.request_id
+        self._state = request.state
+        self._prefix = prefix
         self._spell: Spelling = request.state.spell
         self._caller = caller(request)
         self._known = hasattr(request.state, "tenant")  # by an API key of the server's
         parent = parse(request.headers.getlist("traceparent"))
         self.record = ResponseRecord(
-            id=f"{prefix}-{self._request_id}",
+            id=f"{prefix}-{request.state.request_id}",
             operation=operation,
             model=serving.model,
             trace_id=parent.trace_id if parent else secrets.token_hex(16),
@@ -146,6 +148,13 @@ class Generation:
             sampled=parent.sampled if parent else True,
             start=request.state.start,
         )
+
+    def call(self, id: str | None) -> None:
+        """Go by this id, if the client has not given one in a header already."""
+        if id is not None and not self._state.named:
+            self._state.request_id = id
+            self.record.id = f"{self._prefix}-{id}"
+            bind_contextvars(request_id=id)
 
     async def __aenter__(self) -> Self:
         self.record.stages.append(("http.receive", self.record.start, time.monotonic_ns()))
@@ -200,7 +209,7 @@ class Generation:
         record.choices = len(every)
         adds = [
             Add(
-                self._request_id,
+                self._state.request_id,
                 prompt.ids,
                 prompt.params,
                 record.start,
@@ -217,7 +226,7 @@ class Generation:
                 begin = time.monotonic_ns()
                 for index, output in outputs:
                     if output.prompt_logprobs is not None:
-                        self._scored(index, output.prompt_logprobs)
+                        self._scored(index, max(ask.n, ask.best_of), output.prompt_logprobs)
                 news = []
                 for index, output in outputs:
                     choice = self.drawn[index]
@@ -238,11 +247,10 @@ class Generation:
         if ask.best_of > ask.n:
             self.choices = self._best(ask)
 
-    def _scored(self, index: int, logprobs: list[Logprobs | None]) -> None:
-        ids = self.drawn[index].prompt
-        for choice in self.drawn[index:]:
-            if choice.prompt is not ids:
-                break
+    def _scored(self, index: int, draws: int, logprobs: list[Logprobs | None]) -> None:
+        """One of those who share a prompt tells it for all."""
+        first = index - index % draws
+        for choice in self.drawn[first : first + draws]:
             choice.prompt_logprobs = logprobs
 
     def _best(self, ask: Ask) -> list[Choice]:

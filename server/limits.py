@@ -26,6 +26,16 @@ MAX_STOPS = 64
 """Stop strings: every character of the output is matched against each."""
 MAX_STOP_LENGTH = 1024
 """Characters of a stop string: so much output may be held back."""
+MAX_BAD_WORDS = 256
+"""`bad_words`: each is tokenised, and compared at every step."""
+MAX_BAD_WORD = 256
+"""Characters of each."""
+MAX_ALLOWED = 2**20
+"""`allowed_token_ids`: more than any vocabulary has."""
+MAX_DOCUMENTS = 1024
+"""`documents`: templates render each in Python."""
+MAX_REQUEST_ID = 128
+"""Characters of a request's id: it is in every line of the log."""
 MAX_USER = 256
 """Characters of `user`: policies and metrics use it as a key."""
 MAX_EXTRA = 64 * 2**10

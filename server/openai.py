@@ -7,20 +7,32 @@ from collections.abc import Iterable, Iterator, Sequence
 from http.client import responses
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
-from framework import Logprobs, Tokenizer
+from framework import Logprobs
 from framework.detokenizer import Delta
 
 from .body import JsonRoute
 from .errors import Problem, unknown_model
 from .generation import Ask, Choice, Generation, Serving, route
 from .schemas import ChatRequest, CompletionRequest, GenerationRequest
+from .scores import Echo, Scores
 from .sse import Reply
 
-FLOOR = -9999.0
-"""JSON has no infinity: the least log-probability that is told."""
+ABSENT = (
+    "/embeddings",
+    "/rerank",
+    "/score",
+    "/classify",
+    "/pooling",
+    "/moderations",
+    "/images/generations",
+    "/audio/speech",
+    "/audio/transcriptions",
+    "/audio/translations",
+)
+"""Routes of OpenAI's API and of other servers for what models of other kinds do: 404, which clients do not repeat."""
 
 
 def spell(problem: Problem) -> tuple[int, dict[str, Any]]:
@@ -48,9 +60,13 @@ class _Reply:
         self.serving = serving
         self.generation = generation
         self.request = request
+        self.scores = Scores(serving.tokenizer, bool(request.return_tokens_as_token_ids))
+        self._begun: set[int] = set()
         options = request.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.every_token = self.continuous_usage or bool(request.return_token_ids)
+        """Whether tokens without text are told, too."""
         self.created = int(time.time())
 
     async def prompts(self) -> Sequence[list[int]]:
@@ -65,6 +81,18 @@ class _Reply:
     def ask(self) -> Ask:
         self.request.check()
         return self.request.ask()
+
+    def first(self, choice: Choice) -> bool:
+        """Whether this is the first piece of a choice."""
+        if choice.index in self._begun:
+            return False
+        self._begun.add(choice.index)
+        return True
+
+    def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """As a field, if it is asked for."""
+        count = self.request.prompt_logprobs
+        return {} if count is None else {"prompt_logprobs": self.scores.prompt(choice.prompt_logprobs, count)}
 
     def usage(self) -> dict[str, Any]:
         prompt, output = self.generation.prompt_tokens, self.generation.output_tokens
@@ -91,14 +119,16 @@ class _Reply:
         ]
         return {**self._envelope(self.object, choices), "usage": self.usage()}
 
+    def _chunk(self, piece: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._envelope(self.chunk_object, [piece])
+        if self.continuous_usage:
+            chunk["usage"] = self.usage()
+        elif self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
     def events(self, choice: Choice, delta: Delta) -> Iterable[dict[str, Any]]:
-        for piece in self.deltas(choice, delta):
-            chunk = self._envelope(self.chunk_object, [piece])
-            if self.continuous_usage:
-                chunk["usage"] = self.usage()
-            elif self.include_usage:
-                chunk["usage"] = None
-            yield chunk
+        return map(self._chunk, self.deltas(choice, delta))
 
     def closing(self) -> Iterable[dict[str, Any]]:
         if self.include_usage:
@@ -110,57 +140,49 @@ class _Completion(_Reply):
     request: CompletionRequest
 
     async def prompts(self) -> Sequence[list[int]]:
-        given, encode = self.request.prompt, self.serving.inputs.encode
+        given, encode, cut = self.request.prompt, self.serving.inputs.encode, self.generation.cut
         special = self.request.add_special_tokens is not False
         size = sum(len(prompt) for prompt in given)
-        ids = await self.generation.tokenize(lambda: [encode(prompt, special) for prompt in given], size)
-        self._echo = [self._text(prompt) for prompt in given] if self.request.echo else []
-        self._started: set[int] = set()
+
+        def work() -> tuple[list[list[int]], list[Echo]]:
+            ids = [encode(prompt, special, cut) for prompt in given]
+            return ids, [self._echo(*pair) for pair in zip(given, ids, strict=True)] if self.request.echo else []
+
+        ids, self._echoes = await self.generation.tokenize(work, size)
         return ids
 
-    def _text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.serving.tokenizer.decode(prompt)
+    def _echo(self, prompt: str | list[int], ids: list[int]) -> Echo:
+        request, tokenizer, cut = self.request, self.serving.tokenizer, self.generation.cut
+        if isinstance(prompt, list) or (cut is not None and len(ids) == cut.tokens):
+            return Echo.of_tokens(tokenizer, ids, request.skip_special_tokens is not False)
+        if not request.scored:
+            return Echo(prompt)
+        return Echo.of_text(tokenizer, prompt, ids, request.add_special_tokens is not False)
 
-    def _prefix(self, choice: Choice) -> str:
-        return self._echo[choice.index // (self.request.n or 1)] if self._echo else ""
-
-    def _logprobs(self, logprobs: Sequence[Logprobs], offsets: Sequence[int]) -> dict[str, Any] | None:
-        if self.request.logprobs is None:
-            return None
-        tokenizer = self.serving.tokenizer
-        tops = []
-        for entry in logprobs:
-            top: dict[str, float] = {}
-            for id, value in (*entry.top, (entry.token, entry.logprob)):
-                top.setdefault(_token(tokenizer, id), max(value, FLOOR))
-            tops.append(top)
-        return {
-            "tokens": [_token(tokenizer, entry.token) for entry in logprobs],
-            "token_logprobs": [max(entry.logprob, FLOOR) for entry in logprobs],
-            "top_logprobs": tops,
-            "text_offset": list(offsets),
-        }
+    def _piece(self, choice: Choice, new: Choice | Delta, text: str, first: bool) -> dict[str, Any]:
+        """What is new of a choice. The first piece begins with the prompt, if that is echoed."""
+        request, ids = self.request, [entry.token for entry in new.logprobs]
+        entries: list[Logprobs | None] = [*new.logprobs]
+        echo = self._echoes[choice.index // (request.n or 1)] if self._echoes else Echo()
+        offsets = [len(echo.text) + offset for offset in new.offsets]
+        if first and self._echoes:
+            text = echo.text + text
+            ids, offsets = choice.prompt + ids, [*echo.offsets, *offsets]
+            entries = [*(choice.prompt_logprobs or [None] * len(choice.prompt)), *entries]
+        count = request.logprobs
+        logprobs = None if count is None else self.scores.completion(ids, entries, offsets, count)
+        piece = {"index": choice.index, "text": text, "logprobs": logprobs}
+        if request.return_token_ids:
+            piece |= {"token_ids": list(new.tokens)} | ({"prompt_token_ids": choice.prompt} if first else {})
+        return piece
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": self._prefix(choice) + "".join(choice.text),
-            "logprobs": self._logprobs(choice.logprobs, choice.offsets),
-        }
+        return self._piece(choice, choice, "".join(choice.text), True) | self.prompt_logprobs(choice)
 
     def deltas(self, choice: Choice, delta: Delta) -> Iterator[dict[str, Any]]:
-        text = delta.text
-        if self._echo and choice.index not in self._started:
-            self._started.add(choice.index)
-            text = self._prefix(choice) + text
-        if text or delta.logprobs or delta.finish_reason is not None or self.continuous_usage:
-            yield {
-                "index": choice.index,
-                "text": text,
-                "logprobs": self._logprobs(delta.logprobs, delta.offsets),
-                "finish_reason": delta.finish_reason,
-                "stop_reason": delta.stop_reason,
-            }
+        piece = self._piece(choice, delta, delta.text, self.first(choice))
+        if piece["text"] or delta.logprobs or delta.finish_reason is not None or self.every_token:
+            yield {**piece, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
 
 class _Chat(_Reply):
@@ -169,38 +191,44 @@ class _Chat(_Reply):
     request: ChatRequest
 
     async def prompts(self) -> Sequence[list[int]]:
-        messages, template = self.request.chat(), self.request.template()
-        self._greeted: set[int] = set()
-        render = self.serving.inputs.render
-        return [await self.generation.tokenize(lambda: render(messages, **template), self.request.size)]
+        request, cut, render = self.request, self.generation.cut, self.serving.inputs.render
+        messages, template, special = request.chat(), request.template(), bool(request.add_special_tokens)
+        return [await self.generation.tokenize(lambda: render(messages, cut, special, **template), request.size)]
 
     def _logprobs(self, logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
-        if not self.request.logprobs:
-            return None
-        tokenizer = self.serving.tokenizer
-        return {
-            "content": [
-                {
-                    **_chat_token(tokenizer, entry.token, entry.logprob),
-                    "top_logprobs": [_chat_token(tokenizer, id, value) for id, value in entry.top],
-                }
-                for entry in logprobs
-            ]
-        }
+        return self.scores.chat(logprobs) if self.request.logprobs else None
+
+    def _tokens(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(tokens)} if self.request.return_token_ids else {}
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(choice.text)},
+            "message": {"role": "assistant", "content": self.request.prefix + "".join(choice.text)},
             "logprobs": self._logprobs(choice.logprobs),
+            **self._tokens(choice.tokens),
         }
 
+    def body(self) -> dict[str, Any]:
+        first = self.generation.choices[0]
+        tokens = {"prompt_token_ids": first.prompt} if self.request.return_token_ids else {}
+        return super().body() | self.prompt_logprobs(first) | tokens
+
+    def events(self, choice: Choice, delta: Delta) -> Iterable[dict[str, Any]]:
+        fresh = self.first(choice)
+        if fresh:
+            greeting = self._chunk(self._delta(choice, {"role": "assistant", "content": ""}))
+            if self.request.return_token_ids:
+                greeting["prompt_token_ids"] = choice.prompt
+            yield greeting
+            if self.request.prefix:
+                yield self._chunk(self._delta(choice, {"content": self.request.prefix}))
+        yield from super().events(choice, delta)
+
     def deltas(self, choice: Choice, delta: Delta) -> Iterator[dict[str, Any]]:
-        if choice.index not in self._greeted:
-            self._greeted.add(choice.index)
-            yield self._delta(choice, {"role": "assistant", "content": ""})
-        if delta.text or delta.logprobs or self.continuous_usage:
-            yield self._delta(choice, {"content": delta.text}, self._logprobs(delta.logprobs))
+        if delta.text or delta.logprobs or self.every_token:
+            piece = self._delta(choice, {"content": delta.text}, self._logprobs(delta.logprobs))
+            yield piece | self._tokens(delta.tokens)
         if delta.finish_reason is not None:
             yield {
                 **self._delta(choice, {}),
@@ -211,23 +239,6 @@ class _Chat(_Reply):
     @staticmethod
     def _delta(choice: Choice, content: dict[str, str], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         return {"index": choice.index, "delta": content, "logprobs": logprobs, "finish_reason": None}
-
-
-def _token(tokenizer: Tokenizer, id: int) -> str:
-    """The token as text; where its bytes are no UTF-8 by themselves, as bytes:\\x.."""
-    data = tokenizer.token_bytes(id)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _chat_token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": _token(tokenizer, id),
-        "logprob": max(logprob, FLOOR),
-        "bytes": list(tokenizer.token_bytes(id)),
-    }
 
 
 def router(serving: Serving) -> APIRouter:
@@ -247,8 +258,9 @@ def router(serving: Serving) -> APIRouter:
     }
 
     def reply(kind: type[_Reply], body: GenerationRequest, request: Request) -> Response:
-        serving.check_model(body.model)
         generation: Generation = request.state.generation
+        generation.call(body.request_id)
+        serving.check_model(body.model)
         return Reply(generation, kind(serving, generation, body), bool(body.stream))
 
     async def models() -> Response:
@@ -265,7 +277,12 @@ def router(serving: Serving) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         return reply(_Chat, body, request)
 
+    async def absent() -> Response:
+        raise HTTPException(404, "this server generates text only: /v1/completions and /v1/chat/completions")
+
     routes.add_api_route("/models", models)
+    for path in ABSENT:
+        routes.add_api_route(path, absent, methods=["POST"], include_in_schema=False)
     routes.add_api_route("/models/{name:path}", model)
     for path, handler, operation, prefix in (
         ("/completions", completions, "text_completion", "cmpl"),

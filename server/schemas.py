@@ -6,16 +6,23 @@ of models answers a wrong value with an error for each of its branches and eleme
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from framework import InvalidRequest, SamplingParams
+from framework.errors import brief
+from framework.inputs import MAX_NAME, Cut
 
+from .fields import Absent, AbsentOfChats, AbsentOfCompletions, Count, Only, RequestId, Whether, integer, number
 from .generation import Ask
 from .limits import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD,
+    MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_CHOICES,
+    MAX_DOCUMENTS,
     MAX_MESSAGES,
     MAX_SEQUENCES,
     MAX_STOP_IDS,
@@ -26,9 +33,40 @@ from .limits import (
 )
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-_STRING = {"type": "string"}
 _RESERVED = {"self", "messages", "add_generation_prompt", "continue_final_message"}
-_TOKENS = {"type": "array", "items": {"type": "integer"}}
+_MOST = SamplingParams.MAX_LOGPROBS
+TokenId = Annotated[int, integer(minimum=0)]
+_NAME = WithJsonSchema({"type": "string", "maxLength": MAX_NAME})
+
+# How the API's schema says what functions here check
+_NULL = {"type": "null"}
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {"type": "string", "minLength": 1}
+_PROMPTS = {
+    "anyOf": [
+        _PROMPT,
+        _TOKENS,
+        *({"type": "array", "items": one, "minItems": 1, "maxItems": MAX_SEQUENCES} for one in (_PROMPT, _TOKENS)),
+    ]
+}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_STOPS = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, _NULL]}
+_BIAS = {"type": "number", "minimum": -100, "maximum": 100}
+_BIASES = {
+    "anyOf": [
+        {"type": "object", "patternProperties": {r"^\d+$": _BIAS}, "additionalProperties": False}
+        | {"maxProperties": MAX_BIASES},
+        _NULL,
+    ]
+}
+_USER = {"anyOf": [{"type": "string", "maxLength": MAX_USER}, _NULL]}
+_KEPT = {"type": "integer", "anyOf": [{"const": -1}, {"minimum": 1}]}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, _NULL]}
 
 
 def _text(value: str) -> str:
@@ -88,8 +126,11 @@ def _content(value: object) -> str | None:
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
         raise ValueError("must be a string or a list of parts")
     for part in value:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError("only parts of type 'text', with a 'text', are supported")
+        if part.get("type") != "text":
+            kind = brief(repr(part.get("type")), 40)
+            raise ValueError(f"parts of type {kind} are not supported: this server reads parts of type 'text' only")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("parts of type 'text' must have a string as their 'text'")
     return "\n".join(_text(part["text"]) for part in value)
 
 
@@ -110,6 +151,9 @@ def _limited(least: int, most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD), AfterValidator(_text)]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -119,41 +163,50 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(Absent, _Body):
     """What both routes share."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] | None = None
-    stop: Annotated[
-        list[str] | None,
-        BeforeValidator(_stops),
-        WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _STRING}, {"type": "null"}]}),
-    ] = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True), _limited(0, MAX_STOP_IDS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, integer(minimum=1)] | None = None
+    min_tokens: Annotated[int, integer(minimum=0)] | None = None
+    temperature: Annotated[float, number(minimum=0, maximum=2)] | None = None
+    top_p: Annotated[float, number(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, integer(minimum=-1)] | None = None
+    min_p: Annotated[float, number(minimum=0, maximum=1)] | None = None
+    seed: Annotated[int, integer(minimum=-(2**63), maximum=2**63 - 1)] | None = None
+    repetition_penalty: Annotated[float, number(exclusiveMinimum=0)] | None = None
+    presence_penalty: Annotated[float, number(minimum=-2, maximum=2)] | None = None
+    frequency_penalty: Annotated[float, number(minimum=-2, maximum=2)] | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema(_BIASES)] = None
+    stop: Annotated[list[str] | None, BeforeValidator(_stops), WithJsonSchema(_STOPS)] = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _limited(0, MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Without effect: what stands between special tokens is the tokenizer's own to say."""
     add_special_tokens: bool | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _limited(1, MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[_BadWord], Field(fail_fast=True), _limited(0, MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: Annotated[int, integer(minimum=0, maximum=_MOST)] | None = None
+    truncate_prompt_tokens: Annotated[int, WithJsonSchema(_KEPT)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: RequestId | None = None
+    """Instead of the X-Request-Id, where there is no such header."""
     priority: Int64 | None = None
     """Lower is sooner. Refused where the scheduler would ignore it."""
-    tenant: str | None = None
+    tenant: Annotated[str, _NAME] | None = None
     """Whose share of the service this counts against; left out: `user`, or else the API key. With keys of
     the server's: only the key's name."""
-    user: Annotated[str | None, BeforeValidator(_user)] = None
-    cache_salt: str | None = None
+    user: Annotated[str | None, BeforeValidator(_user), WithJsonSchema(_USER)] = None
+    cache_salt: Annotated[str, _NAME] | None = None
     """Only requests with the same salt share cached prefixes."""
     extra: dict[str, Any] | None = None
     """Passed on to plugins: they read it as `Request.extra`."""
@@ -162,16 +215,28 @@ class GenerationRequest(_Body):
         """What types cannot say. Raises `InvalidRequest`."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "stream_options needs stream: true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs", "prompt_logprobs excludes stream: true; leave out one of them")
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise InvalidRequest("best_of", f"best_of must be at least n ({n}), got {self.best_of}")
+        if self.stream and (self.best_of or n) > n:
+            raise InvalidRequest(
+                "best_of", "best_of above n excludes stream: true: which are the best is known at the end"
+            )
 
     def sampling(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that are set."""
         fields: dict[str, Any] = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             if fields[name] is not None:
                 fields[name] = tuple(fields[name])
+        if self.allowed_token_ids is not None:
+            fields["allowed_token_ids"] = tuple(sorted(set(self.allowed_token_ids)))
         return {name: value for name, value in fields.items() if value is not None}
 
     def ask(self) -> Ask:
+        keep = self.truncate_prompt_tokens
         return Ask(
             self.sampling(),
             self.n or 1,
@@ -179,39 +244,39 @@ class GenerationRequest(_Body):
             self.tenant or "",
             self.cache_salt or "",
             self.extra,
-            user=self.user or "",
+            {"truncate": "truncate_prompt_tokens"},
+            self.user or "",
+            best_of=self.best_of or 0,
+            truncate=None if keep is None else Cut(keep, self.truncation_side or "left"),
         )
 
 
-class CompletionRequest(GenerationRequest):
-    prompt: Annotated[
-        list[str | list[int]],
-        PlainValidator(_prompts),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    _STRING,
-                    {"type": "array", "items": _STRING, "minItems": 1},
-                    {**_TOKENS, "minItems": 1},
-                    {"type": "array", "items": _TOKENS, "minItems": 1},
-                ]
-            }
-        ),
-    ]
-    echo: bool | None = None
-    logprobs: int | None = None
-    suffix: str | None = None
+class CompletionRequest(AbsentOfCompletions, GenerationRequest):
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPTS)]
+    max_tokens: Annotated[int, integer(minimum=0)] | None = None
+    """0, with `echo`: nothing but the prompt, for the sake of its log-probabilities."""
+    logprobs: Annotated[Count, integer(minimum=0, maximum=_MOST)] | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of an echoed prompt are among `logprobs`."""
+        return bool(self.echo) and self.logprobs is not None
 
     def check(self) -> None:
         super().check()
-        if self.suffix:
-            raise InvalidRequest("suffix", "suffix is not supported")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "logprobs", "logprobs of an echoed prompt are not supported; leave out echo or logprobs"
-            )
-        if len(self.prompt) * (self.n or 1) > MAX_SEQUENCES:
-            raise InvalidRequest("prompt", f"prompt: at most {MAX_SEQUENCES} prompts times n in one request")
+        if len(self.prompt) * max(self.n or 1, self.best_of or 1) > MAX_SEQUENCES:
+            raise InvalidRequest("prompt", f"prompt: at most {MAX_SEQUENCES} prompts times n or best_of in one request")
+
+    def sampling(self) -> dict[str, Any]:
+        fields = super().sampling()
+        if self.scored:
+            fields["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
+        return fields
+
+    def ask(self) -> Ask:
+        ask = super().ask()
+        names = {**ask.names, "prompt_logprobs": "logprobs"} if self.prompt_logprobs is None else ask.names
+        return ask._replace(names=names, score=bool(self.echo) and self.max_tokens == 0)
 
 
 class ChatMessage(BaseModel):
@@ -220,11 +285,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: Annotated[
-        str | None,
-        PlainValidator(_content),
-        WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
-    ] = None
+    content: Annotated[str | None, PlainValidator(_content), WithJsonSchema(_CONTENT)] = None
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True), _limited(1, MAX_MESSAGES)]
@@ -236,7 +297,13 @@ class Chat(_Body):
     messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True), _limited(0, MAX_DOCUMENTS)] | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the template; `documents` and `reasoning_effort` are such, too."""
+    chat_template: Annotated[
+        Any, Only("templates of clients are not run; start the server with --chat-template FILE instead")
+    ] = None
 
     def check(self) -> None:
         """What types cannot say. Raises `InvalidRequest`."""
@@ -249,16 +316,24 @@ class Chat(_Body):
 
     @property
     def size(self) -> int:
-        """Characters of all messages."""
-        return sum(len(message.content or "") for message in self.messages or ())
+        """Characters that the template reads, about."""
+        others = (self.documents, self.chat_template_kwargs)
+        return sum(len(message.content or "") for message in self.messages or ()) + sum(map(len, map(str, others)))
 
     def chat(self) -> list[dict[str, Any]]:
         """The messages, as the template reads them."""
-        return [message.model_dump() for message in self.messages or ()]
+        chat = [message.model_dump() for message in self.messages or ()]
+        for message in chat[:-1] if self.continue_final_message else chat:
+            if message["content"] is None and not message.get("tool_calls"):
+                message["content"] = ""  # templates add texts up
+        return chat
 
     def template(self) -> dict[str, Any]:
         """Further arguments of `Tokenizer.render`."""
         variables = dict(self.chat_template_kwargs or {})
+        for name in ("documents", "reasoning_effort"):
+            if getattr(self, name) is not None:
+                variables[name] = getattr(self, name)
         if self.continue_final_message:
             variables |= {"continue_final_message": True, "add_generation_prompt": False}
         elif self.add_generation_prompt is not None:
@@ -266,11 +341,11 @@ class Chat(_Body):
         return variables
 
 
-class ChatRequest(Chat, GenerationRequest):
+class ChatRequest(AbsentOfChats, Chat, GenerationRequest):
     messages: Messages
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    max_completion_tokens: Annotated[int, integer(minimum=1)] | None = None
+    logprobs: Whether | None = None
+    top_logprobs: Annotated[int, integer(minimum=0, maximum=_MOST)] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
@@ -287,9 +362,18 @@ class ChatRequest(Chat, GenerationRequest):
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise InvalidRequest("response_format", "response_format: only {'type': 'text'} is supported")
 
+    @property
+    def prefix(self) -> str:
+        """What the answer goes on with, if that is to be returned, too."""
+        last = self.messages[-1]
+        goes_on = self.continue_final_message or self.add_generation_prompt is False or last.role == "assistant"
+        return (last.content or "") if self.echo and goes_on else ""
+
     def ask(self) -> Ask:
-        names = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return super().ask()._replace(names=names)
+        ask = super().ask()
+        if self.max_completion_tokens is None:
+            return ask
+        return ask._replace(names={**ask.names, "max_tokens": "max_completion_tokens"})
 
     def sampling(self) -> dict[str, Any]:
         fields = super().sampling()
@@ -307,14 +391,6 @@ class ChatTokenizeRequest(Chat):
     model: str | None = None
     messages: Messages
     tools: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
-
-    def check(self) -> None:
-        super().check()
-        if self.chat_template is not None:
-            raise InvalidRequest(
-                "chat_template", "chat_template is not supported; start the server with --chat-template FILE"
-            )
 
     def template(self) -> dict[str, Any]:
         return super().template() | ({"tools": self.tools} if self.tools else {})

@@ -162,6 +162,8 @@ def completion(server: Running, prompt: object, **body: Any) -> dict[int, dict[s
             assert choice.get("finish_reason") is None, "something came after the end"
             choice["text"] += piece["text"]
             choice["finish_reason"], choice["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
+            for ids in {"prompt_token_ids", "token_ids"} & set(piece):
+                choice[ids] = choice.get(ids, []) + piece[ids]
             if piece["logprobs"] is not None:
                 choice["logprobs"] = choice["logprobs"] or {key: [] for key in piece["logprobs"]}
                 for key, values in piece["logprobs"].items():

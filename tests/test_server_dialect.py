@@ -159,11 +159,14 @@ def test_every_field_and_limit_is_documented() -> None:
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert documented >= set(schemas.CompletionRequest.model_fields) | set(schemas.ChatRequest.model_fields)
-    for name in ("BIASES", "CHOICES", "MESSAGES", "SEQUENCES", "STOPS", "STOP_IDS", "STOP_LENGTH", "USER"):
+    plain = ("BAD_WORD", "BAD_WORDS", "BIASES", "CHOICES", "DOCUMENTS", "MESSAGES", "REQUEST_ID", "SEQUENCES", "STOPS",
+             "STOP_IDS", "STOP_LENGTH", "USER")  # fmt: skip
+    for name in plain:
         assert re.search(rf"\b{getattr(limits, f'MAX_{name}')}\b", page), name
     for name, shown in (("BODY", "10 MiB"), ("SENT", "20 MiB"), ("EXTRA", "64 KiB")):
         size, unit = shown.split()
         assert getattr(limits, f"MAX_{name}") == int(size) * {"KiB": 2**10, "MiB": 2**20}[unit] and shown in page
+    assert limits.MAX_SCORED == 2**20 and re.search(r"2\^20\s+`prompt_logprobs`", page)
 
 
 def test_models_version_health(server: Running) -> None:

@@ -1,0 +1,119 @@
+"""Types of fields: what a value must be, and how the API's schema says it.
+
+Ranges that `SamplingParams.check` knows are only told here: a value out of range gets its words.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from .limits import MAX_REQUEST_ID
+
+REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
+
+
+def integer(**bounds: int) -> WithJsonSchema:
+    """Tells the range of an integer: minimum, maximum."""
+    return WithJsonSchema({"type": "integer", **bounds})
+
+
+def number(**bounds: float) -> WithJsonSchema:
+    """Tells the range of a number: minimum, maximum, exclusiveMinimum."""
+    return WithJsonSchema({"type": "number", **bounds})
+
+
+def _request_id(value: str) -> str:
+    if not REQUEST_ID.fullmatch(value):
+        raise ValueError(f"must be 1 to {MAX_REQUEST_ID} printable characters of ASCII, without spaces")
+    return value
+
+
+RequestId = Annotated[
+    str, AfterValidator(_request_id), WithJsonSchema({"type": "string", "pattern": f"^{REQUEST_ID.pattern}$"})
+]
+
+
+def _count(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number of likeliest tokens; true and false are for /v1/chat/completions")
+    return value
+
+
+def _whether(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise ValueError("must be true or false; the number of likeliest tokens is top_logprobs")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_count)]
+Whether = Annotated[bool, BeforeValidator(_whether)]
+"""`logprobs` is a number in one route and a boolean in the other: whoever confuses them is told."""
+
+
+class Only:
+    """The type of a field that asks for what is not there: any value but the neutral ones is refused, and `why` says
+    so. null is always neutral."""
+
+    def __init__(self, why: str, *neutral: Any) -> None:
+        self._why = why
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self._neutral]}
+
+    def _check(self, value: object) -> object:
+        if value is not None and not any(value == one and type(value) is type(one) for one in self._neutral):
+            raise ValueError(f"{self._why}; leave it out")
+        return value
+
+
+class Absent(BaseModel):
+    """What clients of other servers may ask for, and would miss in the output if it were ignored."""
+
+    use_beam_search: Annotated[Any, Only("beam search is not supported", False)] = None
+    length_penalty: Annotated[Any, Only("is for beam search, which is not supported", 1, 1.0)] = None
+    logprob_token_ids: Annotated[Any, Only("log-probabilities of chosen tokens are not supported", [])] = None
+    repetition_detection: Annotated[Any, Only("is not supported")] = None
+    thinking_token_budget: Annotated[Any, Only("is not supported")] = None
+    watermarking: Annotated[Any, Only("watermarks are not supported", False)] = None
+    prompt_embeds: Annotated[Any, Only("embeddings as prompts are not supported")] = None
+    kv_transfer_params: Annotated[Any, Only("transfer of KV caches is not supported")] = None
+    ec_transfer_params: Annotated[Any, Only("transfer of encoder caches is not supported")] = None
+    vllm_xargs: Annotated[Any, Only("has another name here: plugins read `extra`", {})] = None
+    custom_logit_processor: Annotated[Any, Only("is not supported: logits processors are plugins here")] = None
+    return_hidden_states: Annotated[Any, Only("hidden states are not supported", False)] = None
+    lora_path: Annotated[Any, Only("adapters are not supported")] = None
+    lora_request: Annotated[Any, Only("adapters are not supported")] = None
+    adapter_id: Annotated[Any, Only("adapters are not supported")] = None
+
+
+class AbsentOfCompletions(Absent):
+    suffix: Annotated[Any, Only("is not supported: the model continues prompts only", "")] = None
+
+
+_TOOLS = "is out of date: use tools and tool_choice"
+
+
+class AbsentOfChats(Absent):
+    functions: Annotated[Any, Only(_TOOLS, [])] = None
+    function_call: Annotated[Any, Only(_TOOLS, "none")] = None
+    modalities: Annotated[Any, Only("only text is generated", [], ["text"])] = None
+    audio: Annotated[Any, Only("only text is generated")] = None
+    mm_processor_kwargs: Annotated[Any, Only("only text is read", {})] = None
+    media_io_kwargs: Annotated[Any, Only("only text is read", {})] = None
+    web_search_options: Annotated[Any, Only("there is no web search")] = None
+    store: Annotated[Any, Only("nothing is stored", False)] = None
