@@ -77,9 +77,9 @@ class RequestTimes(msgspec.Struct, array_like=True):
 class TokenOutput(msgspec.Struct, array_like=True):
     """New tokens of one request. `index` is the position of the first in the output: each is sent exactly once.
 
-    `finish_reason`: None, "stop", "length", "abort" or "error"; set, this is the last message of the request, and
-    `times` is there (not if it was refused on arrival). `stop_reason` is the stop token id, None for EOS. `error` says
-    what went wrong; `status` is its HTTP status.
+    `finish_reason`: None, "stop", "length", "abort" or "error"; set, this is the last message of the request. `times`
+    is there with the first tokens, and in the last message (not if it was refused on arrival).
+    `stop_reason` is the stop token id, None for EOS. `error` says what went wrong; `status` is its HTTP status.
     """
 
     id: str
@@ -100,7 +100,7 @@ class TokenOutput(msgspec.Struct, array_like=True):
 
     def begin(self, request: Request) -> None:
         """These are the request's first tokens: what is told once goes with them."""
-        self.cached_tokens = request.cached_tokens
+        self.times, self.cached_tokens = RequestTimes.of(request), request.cached_tokens
         self.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
 
 

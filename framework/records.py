@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from .messages import RequestTimes
+
 
 class ResponseRecord(msgspec.Struct, kw_only=True):
     """One generation request over HTTP (or of the Python API), from first byte to last. Times: monotonic ns.
@@ -38,6 +40,8 @@ class ResponseRecord(msgspec.Struct, kw_only=True):
     choices: int = 1
     attributes: dict[str, str | int | float | bool] = {}
     """Request parameters under their gen_ai.request.* names."""
+    times: dict[int, RequestTimes] = {}
+    """The engine's stamps of each sequence that got a token, by its number; final once the sequence has ended."""
 
     @property
     def traceparent(self) -> str:

@@ -141,6 +141,9 @@ class Settings(BaseSettings):
     ssl_keyfile: Path | None = setting(
         None, "Server", "Key of the certificate, in PEM without a password; default: it is in --ssl-certfile."
     )
+    metrics_compat: Literal["none", "vllm"] = setting(
+        "none", "Server", "vllm: /metrics has what there is under vLLM's names, too, for dashboards and gateways."
+    )
     max_queued_requests: Annotated[int, Field(ge=1, le=_INT32)] = setting(
         1024, "Server", "Most requests that wait for their first token; further ones are refused with 429."
     )

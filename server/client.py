@@ -124,6 +124,8 @@ class Stream:
         id = self._open.pop(index, None)  # None: the engine ended it in the meantime
         if id is not None:
             self._client.abort([id], "stop")
+            if index in self.record.times:  # the engine's own account of the end comes too late
+                self.record.times[index].finished = time.monotonic_ns()
 
     def put(self, index: int, output: TokenOutput) -> None:
         """Keep an output until it is read."""
@@ -395,6 +397,8 @@ class EngineClient:
                 continue
             if output.tokens or output.finish_reason is not None:
                 self.waiting.leave(output.id)
+            if output.times is not None and output.times.first_token:
+                sequence.stream.record.times[sequence.index] = output.times
             if output.tokens:
                 record, last = sequence.stream.record, sequence.last
                 sequence.last = record.last_token = now

@@ -197,7 +197,7 @@ class Generation:
         Ends when all sequences have; leaving it early aborts them, at once if it is `aclosing`.
         """
         record, tokenizer = self.record, self.serving.tokenizer
-        record.attributes = _attributes(ask.fields)
+        record.attributes = _attributes(ask)
         _check_extra(ask.extra)
         routing = self.serving.inputs.routing(ask.priority, self._tenant(ask), ask.cache_salt)
         self.serving.client.waiting.check()  # what would be refused need not be tokenised
@@ -345,10 +345,13 @@ def _check_extra(extra: Mapping[str, Any] | None) -> None:
         raise InvalidRequest("extra", f"extra: {size} bytes, at most {MAX_EXTRA} are possible")
 
 
-def _attributes(params: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """Sampling fields under their OpenTelemetry names, where they have one."""
+def _attributes(ask: Ask) -> dict[str, str | int | float | bool]:
+    """What is asked for under its OpenTelemetry name, where it has one."""
+    params = ask.fields
     named = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
     found = {f"gen_ai.request.{name}": params[name] for name in named if name in params}
+    if ask.n != 1:
+        found["gen_ai.request.choice.count"] = ask.n
     if "stop" in params:
         found["gen_ai.request.stop_sequences"] = msgspec.json.encode(params["stop"]).decode()
     return found

@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from framework import Delivery, ResponseRecord, __version__
-from framework.messages import EngineInfo, EngineStats
+from framework.messages import EngineInfo, EngineStats, RequestTimes
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -174,6 +174,32 @@ def test_finished_and_failed_requests_are_told_apart() -> None:
     assert value(samples, "e2e_request_latency_seconds_sum") == pytest.approx(4)
     assert value(samples, "request_prompt_tokens_sum") == 10
     assert value(samples, "request_generation_tokens_sum") == 18
+
+
+def test_stages_are_those_of_each_sequence_that_got_a_token() -> None:
+    plugin, second = Prometheus(), 1_000_000_000
+    times = {
+        0: RequestTimes(second, 2 * second, 4 * second, 8 * second, preemptions=3, cached_tokens=2),
+        1: RequestTimes(second, second, 2 * second, 3 * second),
+    }
+    asked: dict[str, object] = {"gen_ai.request.choice.count": 2, "gen_ai.request.max_tokens": 64}
+    plugin.response_done(record(times=times, attributes=asked))
+    plugin.response_done(record(output_tokens=0))  # neither does one that got none divide by it
+    plugin.response_done(record(times=times, status=499))
+    samples = scrape(served(plugin, Client()))
+    for name, total, count in (
+        ("request_queue_time_seconds", 1, 2),
+        ("request_prefill_time_seconds", 3, 2),
+        ("request_decode_time_seconds", 5, 2),
+        ("request_inference_time_seconds", 8, 2),
+        ("request_time_per_output_token_seconds", 5 / 7, 1),
+        ("request_preemptions", 3, 2),
+        ("request_computed_prompt_tokens", 3, 1),
+        ("request_params_n", 3, 2),
+        ("request_params_max_tokens", 64, 1),
+    ):
+        assert value(samples, f"{name}_sum") == pytest.approx(total), name
+        assert value(samples, f"{name}_count") == count, name
 
 
 def test_openmetrics_when_asked_for() -> None:

@@ -153,7 +153,8 @@ def test_records(server: Running) -> None:
     assert (record.prompt_tokens, record.output_tokens, record.choices) == (count, 2 * count, 2)
     assert server.recorder.tokens[record.id] == 2 * count
     assert record.finish_reasons == ["length", "length"] and record.status == 200 and record.error is None
-    assert record.attributes == {"gen_ai.request.max_tokens": 200, "gen_ai.request.temperature": 0.5}
+    asked = {"max_tokens": 200, "temperature": 0.5, "choice.count": 2}
+    assert record.attributes == {f"gen_ai.request.{name}": value for name, value in asked.items()}
     names = [name for name, _, _ in record.stages]
     assert names == ["http.receive", "tokenize", "http.send"]
     times = [record.start, *(t for _, start, end in record.stages[:2] for t in (start, end)), record.first_token]

@@ -40,10 +40,10 @@ def providers() -> Iterable[Provider]:
     ]
 
 
-def _prometheus() -> Prometheus:
+def _prometheus(settings: Settings) -> Prometheus:
     from .prometheus import Prometheus
 
-    return Prometheus()
+    return Prometheus(vllm=settings.metrics_compat == "vllm")
 
 
 def _otel(settings: Settings, options: OtelOptions) -> Otel:

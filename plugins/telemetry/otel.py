@@ -115,8 +115,6 @@ class Otel:
         }
         if record.stream:
             attributes["gen_ai.request.stream"] = True
-        if record.choices > 1:
-            attributes["gen_ai.request.choice.count"] = record.choices
         if record.finish_reasons:
             attributes["gen_ai.response.finish_reasons"] = record.finish_reasons
         if record.first_token:

@@ -12,10 +12,12 @@ from prometheus_client.registry import Collector
 
 from framework import Delivery, ResponseRecord, __version__, hookimpl
 
+from .vllm import VllmNames
+
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-    from framework.messages import EngineInfo, EngineStats
+    from framework.messages import EngineInfo, EngineStats, RequestTimes
 
 # Supersets of the buckets that the OpenTelemetry conventions give for servers of generative models.
 _TTFT = (
@@ -25,6 +27,7 @@ _TTFT = (
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _E2E = tuple(0.01 * 2**k for k in range(16))
 _TOKENS = tuple(2**k for k in range(18))
+_FEW = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 
 
 class EngineClient(Protocol):
@@ -39,9 +42,10 @@ class EngineClient(Protocol):
 
 
 class Prometheus:
-    """Serves GET /metrics from a registry of its own."""
+    """Serves GET /metrics from a registry of its own. `vllm`: under vLLM's names, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, vllm: bool = False) -> None:
+        self._vllm = vllm
         self.registry = CollectorRegistry(auto_describe=False)
 
         def histogram(name: str, help: str, buckets: Sequence[float]) -> Histogram:
@@ -55,6 +59,15 @@ class Prometheus:
         self._e2e = histogram("e2e_request_latency_seconds", "From first to last byte of a served request.", _E2E)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a served request.", _TOKENS)
         self._output = histogram("request_generation_tokens", "Output tokens of a served request.", _TOKENS)
+        self._fresh = histogram("request_computed_prompt_tokens", "Of them, not found in the prefix cache.", _TOKENS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to admission.", _E2E)
+        self._prefill = histogram("request_prefill_time_seconds", "From admission to the first token.", _E2E)
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the end.", _E2E)
+        self._inference = histogram("request_inference_time_seconds", "From admission to the end.", _E2E)
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.", _ITL)
+        self._preempted = histogram("request_preemptions", "How often an output was preempted.", _FEW)
+        self._n = histogram("request_params_n", "Choices asked for of each prompt.", _FEW)
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens, where asked for.", _TOKENS)
         self._success = counter("request_success", "Outputs that ended without an error.", "finish_reason")
         self._failed = counter("requests_failed", "Requests that ended with an error.", "status")
         for reason in ("stop", "length", "abort"):
@@ -65,11 +78,12 @@ class Prometheus:
         from fastapi import APIRouter, Request, Response  # not in the engine process
 
         self.registry.register(_EngineCollector(client))
+        exposed: Collector = VllmNames(self.registry, client) if self._vllm else self.registry
         router = APIRouter()
 
         async def metrics(request: Request) -> Response:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))
-            return Response(encode(self.registry), media_type=content_type)
+            return Response(encode(exposed), media_type=content_type)
 
         # `from __future__ import annotations` hides the local name Request from FastAPI: pass it as an object.
         metrics.__annotations__ = {"request": Request}
@@ -98,6 +112,24 @@ class Prometheus:
         self._e2e.observe((record.end - record.start) / 1e9)
         self._prompt.observe(record.prompt_tokens)
         self._output.observe(record.output_tokens)
+        self._n.observe(float(record.attributes.get("gen_ai.request.choice.count", 1)))
+        if "gen_ai.request.max_tokens" in record.attributes:
+            self._max_tokens.observe(float(record.attributes["gen_ai.request.max_tokens"]))
+        self._observe(list(record.times.values()), record)
+
+    def _observe(self, every: Sequence[RequestTimes], record: ResponseRecord) -> None:
+        """What the engine says of each sequence that it has given a token."""
+        for times in every:
+            self._queue.observe((times.admitted - times.arrival) / 1e9)
+            self._prefill.observe((times.first_token - times.admitted) / 1e9)
+            self._decode.observe((times.finished - times.first_token) / 1e9)
+            self._inference.observe((times.finished - times.admitted) / 1e9)
+            self._preempted.observe(times.preemptions)
+        if every:
+            self._fresh.observe(record.prompt_tokens - sum(times.cached_tokens for times in every))
+        if record.output_tokens > len(every):
+            decoding = sum(times.finished - times.first_token for times in every)
+            self._tpot.observe(decoding / 1e9 / (record.output_tokens - len(every)))
 
 
 class _EngineCollector(Collector):
