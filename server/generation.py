@@ -204,7 +204,9 @@ class Generation:
         if ask.truncate is not None:
             with _naming(ask):
                 self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens"))
-        prompts = self._prompts(ask, await tokenize())
+        ids = await tokenize()
+        words = sum(map(len, ask.fields.get("bad_words", ())))  # to be tokenised, too
+        prompts = self._prompts(ask, ids) if words <= INLINE_TEXT else await asyncio.to_thread(self._prompts, ask, ids)
         every = [prompt for prompt in prompts for _ in range(prompt.n)]
         record.choices = len(every)
         adds = [

@@ -50,6 +50,8 @@ MAX_KEY_FILE = 2**20
 """Bytes of the file of API keys: a request is compared with each key."""
 INLINE_TEXT = 4096
 """Characters that are tokenised in the event loop, in about a millisecond; longer texts go to a thread."""
+INLINE_SCORES = 256
+"""Log-probabilities that are spelt in the event loop, in about a millisecond; more go to a thread."""
 
 # Sizes of an answer to a bad request
 

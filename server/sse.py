@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ from framework.detokenizer import Delta
 from framework.log import get_logger
 
 from .generation import Ask, Choice, Generation
+from .limits import INLINE_SCORES
 
 log = get_logger(__name__)
 
@@ -85,9 +87,19 @@ class Reply(Response):
                     pass
                 await self._send_body(send)
 
+    def _events(self, pieces: Sequence[tuple[Choice, Delta]]) -> bytes:
+        return b"".join(_event(e) for choice, delta in pieces for e in self._dialect.events(choice, delta))
+
+    async def _spelt(self, work: Callable[[], bytes], choices: Sequence[Choice]) -> bytes:
+        """`work`, which spells these choices or pieces of them: in a thread if it may be long."""
+        scores = sum(len(choice.prompt_logprobs or ()) for choice in choices)
+        if not self._generation.record.stream:
+            scores += sum(len(choice.logprobs) for choice in choices)
+        return work() if scores <= INLINE_SCORES else await asyncio.to_thread(work)
+
     async def _send_body(self, send: Send) -> None:
         begin = time.monotonic_ns()
-        body = _encode(self._dialect.body())
+        body = await self._spelt(lambda: _encode(self._dialect.body()), self._generation.choices)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -99,7 +111,7 @@ class Reply(Response):
         try:
             while pieces:
                 begin = time.monotonic_ns()
-                data = b"".join(_event(e) for choice, delta in pieces for e in self._dialect.events(choice, delta))
+                data = await self._spelt(partial(self._events, pieces), [choice for choice, _ in pieces])
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 pieces = await anext(news, [])
