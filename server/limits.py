@@ -53,6 +53,13 @@ INLINE_TEXT = 4096
 INLINE_SCORES = 256
 """Log-probabilities that are spelt in the event loop, in about a millisecond; more go to a thread."""
 
+# Sizes of a connection
+
+MAX_HEAD = 64 * 2**10
+"""Bytes of a request line and headers, which are kept until the last of them is there. Proxies take 8 to 32 KiB."""
+MAX_PIPELINED = 64
+"""Requests that wait for their turn on one connection: each is kept, and one piece of data can hold thousands."""
+
 # Sizes of an answer to a bad request
 
 MAX_PROBLEMS = 10
@@ -65,6 +72,9 @@ MAX_MESSAGE = 2000
 
 RETRY_AFTER = 1
 """What is told who finds the queue full: it moves with every step."""
+RECEIVE = 120
+"""From the first byte of a request to its last: the largest over a line of a megabit per second. A connection on
+which nothing comes at all may stay open for as long."""
 KEEP_ALIVE = 75
 """An idle connection stays open longer than clients keep theirs: otherwise their next request can meet its end."""
 STALLED_AFTER = 15
