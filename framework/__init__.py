@@ -46,6 +46,7 @@ _PUBLIC = {
     "ReferenceBackend": "ops",
     "send": "device",
     "Tokenizer": "tokenizer",
+    **dict.fromkeys(("Parsing", "ToolDelta", "ToolParser"), "tool_parser"),
     **dict.fromkeys(
         ("ConfigError", "EngineDead", "FrameworkError", "InvalidRequest", "ModelError", "PluginError", "Rejected"),
         "errors",
@@ -81,6 +82,7 @@ __all__ = [
     "ModelError",
     "ModelSpec",
     "MonotonicClock",
+    "Parsing",
     "Pending",
     "Plan",
     "PluginError",
@@ -105,6 +107,8 @@ __all__ = [
     "Support",
     "Timings",
     "Tokenizer",
+    "ToolDelta",
+    "ToolParser",
     "Usage",
     "Victim",
     "View",
@@ -147,6 +151,7 @@ if TYPE_CHECKING:
     from .records import Delivery, ResponseRecord
     from .sampling import SampleBatch, Sampled
     from .tokenizer import Tokenizer
+    from .tool_parser import Parsing, ToolDelta, ToolParser
     from .types import (
         Budget,
         Mode,

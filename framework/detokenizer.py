@@ -6,7 +6,7 @@ Used by the server and by the Python API alike, so that both produce the same te
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .messages import TokenOutput
@@ -85,13 +85,15 @@ class Piece(NamedTuple):
 
 
 class Detokenizer:
-    """Text of one sequence. `prompt`: the token ids before it.
+    """Text of one sequence. `prompt`: the token ids before it. `keep`: special tokens that are not left out.
 
     The token of an end (EOS or a stop id) gives no text unless `include_stop_str_in_output`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
-        self._text = tokenizer.stream(prompt, params.skip_special_tokens)
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = (), keep: Collection[str] = ()
+    ) -> None:
+        self._text = tokenizer.stream(prompt, params.skip_special_tokens, keep)
         self._stops = StopMatcher(params.stop)
         self._params = params
         self._ends = params.ends
@@ -144,8 +146,10 @@ class Assembler:
     that it came from has none, abort the request with reason "stop".
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer, params, prompt)
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = (), keep: Collection[str] = ()
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, params, prompt, keep)
         self._held: list[tuple[int, Logprobs]] = []
         self._length = 0
         self.num_tokens = 0

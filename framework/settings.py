@@ -115,6 +115,13 @@ class Settings(BaseSettings):
         0, "Model", "Seeds the seeds of requests that bring none."
     )
 
+    tool_parser: str = setting(
+        "auto",
+        "Model",
+        "Tool parser provider: how the model writes calls of tools; auto: the first that fits the chat template; none: "
+        "calls stay in the text.",
+    )
+
     host: str = setting("127.0.0.1", "Server", "Address to listen on.")
     port: Annotated[int, Field(ge=0, le=65535)] = setting(8000, "Server", "Port to listen on; 0 picks a free one.")
     uds: Path | None = setting(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -44,7 +45,9 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (*eos_token_ids, *eos) if i is not None))
         """Every token id that ends an answer, without repeats."""
         self._bytewise = any(name in _state(backend.decoder) for name in (b'"ByteLevel"', b'"ByteFallback"'))
-        self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+        added = backend.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
+        self._special = {i for i, token in added.items() if token.special}
         self._spelling = _spelling(backend)
 
     # Tokens
@@ -101,15 +104,29 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def stream(self, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> TokenStream:
-        """A fresh incremental decoder of what follows `prompt` (whose text it does not repeat)."""
-        return TokenStream(self.backend, prompt, skip_special_tokens)
+    def stream(
+        self, prompt: Sequence[int] = (), skip_special_tokens: bool = True, keep: Collection[str] = ()
+    ) -> TokenStream:
+        """A fresh incremental decoder of what follows `prompt` (whose text it does not repeat). `keep`: special tokens
+        that are not skipped."""
+        kept = {id: text for text in keep if (id := self.backend.token_to_id(text)) in self._special}
+        return TokenStream(self.backend, prompt, skip_special_tokens, kept if skip_special_tokens else {})
 
     # Chat
 
     @property
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
+
+    @property
+    def tool_template(self) -> str | None:
+        """The template that is used where there are tools."""
+        return self.chat_templates.get("tool_use", self.chat_template)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether that template reads `tools`."""
+        return self.tool_template is not None and _names_tools(self.tool_template)
 
     def render(
         self,
@@ -125,8 +142,7 @@ class Tokenizer:
         are its variables. Raises `InvalidRequest` for messages that the template refuses or cannot render, for those
         that cannot be continued, and where there is no template.
         """
-        name = "tool_use" if kwargs.get("tools") and "tool_use" in self.chat_templates else "default"
-        template = self.chat_templates.get(name)
+        template = self.tool_template if kwargs.get("tools") else self.chat_template
         if template is None:
             raise InvalidRequest(
                 "messages",
@@ -178,10 +194,15 @@ class TokenStream:
     _CONTEXT = 6
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        backend: tokenizers.Tokenizer,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        kept: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._backend = backend
         self._skip = skip_special_tokens
+        self._kept = kept
         self._context = list(prompt[-self._CONTEXT :])  # known tokens whose text has been given out
         self._held: list[int] = []  # tokens whose text has not
         self._stream = self._fresh()
@@ -193,6 +214,8 @@ class TokenStream:
 
     def step(self, token_id: int) -> str | None:
         """Text that `token_id` completes; None if there is none yet."""
+        if token_id in self._kept:
+            return self.finish() + self._kept[token_id]
         self._held.append(token_id)
         try:
             text: str | None = self._stream.step(self._backend, token_id)
@@ -305,6 +328,12 @@ def compile_template(source: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment.from_string(source)
+
+
+@functools.lru_cache(maxsize=32)
+def _names_tools(source: str) -> bool:
+    names = compile_template(source).environment.parse(source).find_all(jinja2.nodes.Name)
+    return any(name.name == "tools" for name in names)
 
 
 class _Generation(jinja2.ext.Extension):

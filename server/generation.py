@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from structlog.contextvars import bind_contextvars
 
-from framework import InvalidRequest, Logprobs, ResponseRecord, SamplingParams, Tokenizer
+from framework import InvalidRequest, Logprobs, ResponseRecord, SamplingParams, Tokenizer, ToolParser
 from framework.detokenizer import Assembler, Delta
 from framework.inputs import Cut, InputProcessor
 from framework.messages import Add
@@ -47,6 +47,8 @@ class Serving(NamedTuple):
     """Unix time at which the model was ready."""
     aliases: Sequence[str] = ()
     """Its further names."""
+    tool_parser: type[ToolParser] | None = None
+    """What reads the calls of tools in its answers; None: nothing is known that could."""
 
     @property
     def names(self) -> list[str]:
@@ -82,6 +84,8 @@ class Ask(NamedTuple):
     """What is left of longer prompts; errors call it "truncate". `Generation.cut` has it for `InputProcessor`."""
     score: bool = False
     """Generate nothing: the prompt's log-probabilities are wanted. The engine's one token is dropped."""
+    keep: Collection[str] = ()
+    """Special tokens that are not left out of the text."""
 
 
 class Prompt(NamedTuple):
@@ -95,13 +99,13 @@ class Prompt(NamedTuple):
 class Choice:
     """A sequence being generated, and what came of it so far."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
+    def __init__(self, index: int, tokenizer: Tokenizer, prompt: Prompt, keep: Collection[str] = ()) -> None:
         self.index = index
         self.prompt = prompt.ids
         self.prompt_logprobs: list[Logprobs | None] | None = None
         """Of each prompt token, None for the first; there before the first piece of any choice of this prompt."""
         self.cached_tokens = 0
-        self.assembler = Assembler(tokenizer, prompt.params, prompt.ids)
+        self.assembler = Assembler(tokenizer, prompt.params, prompt.ids, keep)
         self.text: list[str] = []
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
@@ -223,7 +227,7 @@ class Generation:
             for prompt in prompts
         ]
         async with self.serving.client.generate(adds, record) as stream:
-            self.choices = self.drawn = [Choice(i, tokenizer, prompt) for i, prompt in enumerate(every)]
+            self.choices = self.drawn = [Choice(i, tokenizer, prompt, ask.keep) for i, prompt in enumerate(every)]
             async for outputs in stream:
                 begin = time.monotonic_ns()
                 for index, output in outputs:

@@ -18,6 +18,12 @@ MAX_SCORED = 2**20
 """Log-probabilities of prompt tokens in one request, those of likeliest ones included: seconds of work in Python."""
 MAX_MESSAGES = 4096
 """Of a chat: templates render each in Python."""
+MAX_TOOLS = 1024
+"""Of a chat: each is in the prompt."""
+MAX_TOOL_BYTES = 2**20
+"""Of their JSON: templates print it in Python, and no model reads more."""
+MAX_TOOL_CALLS = 1024
+"""Of one message: the arguments of each are parsed."""
 MAX_BIASES = 1024
 """Entries of `logit_bias` (OpenAI's API has 300): applied at every step."""
 MAX_STOP_IDS = 1024

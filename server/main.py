@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import uvicorn
 import uvloop
 
-from framework import Checkpoint, ConfigError, EngineDead, Tokenizer
+from framework import Checkpoint, ConfigError, EngineDead, Tokenizer, ToolParser
 from framework.checkpoint import open_checkpoint
 from framework.errors import brief, one_line
 from framework.inputs import InputProcessor
@@ -36,6 +36,7 @@ from .keys import Keys
 from .limits import DRAIN, INTERRUPT, JOIN
 from .protocol import http_config
 from .tls import check_tls
+from .tools import select_parser
 from .unix import unix_socket
 
 T = TypeVar("T")
@@ -173,34 +174,41 @@ class _Run:
             self._client.fail(end)
             self._server.force_exit = again
 
-    async def _load(self) -> tuple[EngineInfo, Checkpoint, Tokenizer]:
+    async def _load(self) -> tuple[EngineInfo, _Opened]:
         starting = asyncio.ensure_future(self._client.start(self._ui.progress))
         self._opening, opening = _in_thread(lambda: _open(self._settings, self._plugins))
         try:
-            info, (checkpoint, tokenizer) = await asyncio.gather(starting, opening)
+            info, opened = await asyncio.gather(starting, opening)
         finally:
             starting.cancel()
             opening.cancel()
-        return info, checkpoint, tokenizer
+        return info, opened
 
     def _join(self) -> None:
         # A thread that comes back from native code while the interpreter ends can abort the process: wait a little.
         if self._opening is not None:
             self._opening.join(JOIN)
 
-    def _open(self, info: EngineInfo, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    def _open(self, info: EngineInfo, opened: _Opened) -> None:
+        checkpoint, tokenizer, tool_parser = opened
         inputs = InputProcessor(checkpoint, tokenizer, info)
-        serving = Serving(
-            self._client, inputs, tokenizer, info.model, int(time.time()), self._settings.served_model_name
-        )
+        names, now = self._settings.served_model_name, int(time.time())
+        serving = Serving(self._client, inputs, tokenizer, info.model, now, names, tool_parser)
         self._gate.open(create_app(serving, self._plugins, self._keys))
         url, uds = _url(self._settings, self._listener), self._settings.uds
         self._ui.banner(info, url, tokenizer.chat_template is not None, bool(self._keys), uds)
 
 
-def _open(settings: Settings, plugins: Plugins) -> tuple[Checkpoint, Tokenizer]:
+class _Opened(NamedTuple):
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    tool_parser: type[ToolParser] | None
+
+
+def _open(settings: Settings, plugins: Plugins) -> _Opened:
     checkpoint = open_checkpoint(settings, plugins)
-    return checkpoint, checkpoint.tokenizer()
+    tokenizer = checkpoint.tokenizer()
+    return _Opened(checkpoint, tokenizer, select_parser(settings, plugins, tokenizer))
 
 
 def _in_thread(work: Callable[[], T]) -> tuple[threading.Thread, asyncio.Future[T]]:

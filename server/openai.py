@@ -19,6 +19,7 @@ from .generation import Ask, Choice, Generation, Serving, route
 from .schemas import ChatRequest, CompletionRequest, GenerationRequest
 from .scores import Echo, Scores
 from .sse import Reply
+from .tools import Calls, ToolUse
 
 ABSENT = (
     "/embeddings",
@@ -190,6 +191,15 @@ class _Chat(_Reply):
     chunk_object = "chat.completion.chunk"
     request: ChatRequest
 
+    def ask(self) -> Ask:
+        ask = super().ask()
+        self._tools: ToolUse | None = None
+        self._calls: dict[int, Calls] = {}
+        if self.request.choice.mode == "none":
+            return ask
+        self._tools = ToolUse(self.request, self.serving.tool_parser, self.serving.tokenizer)
+        return ask._replace(keep=self._tools.keep)
+
     async def prompts(self) -> Sequence[list[int]]:
         request, cut, render = self.request, self.generation.cut, self.serving.inputs.render
         messages, template, special = request.chat(), request.template(), bool(request.add_special_tokens)
@@ -201,10 +211,27 @@ class _Chat(_Reply):
     def _tokens(self, tokens: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(tokens)} if self.request.return_token_ids else {}
 
+    def _read(self, choice: Choice, text: str, finished: bool) -> list[dict[str, Any]]:
+        """What `text` adds to the message of a choice. At the end, its reason becomes what it is for clients."""
+        if self._tools is None:
+            return [{"content": text}] if text else []
+        if choice.index not in self._calls:
+            self._calls[choice.index] = self._tools.calls()
+        calls = self._calls[choice.index]
+        pieces = calls.push(text, finished)
+        if finished:
+            choice.finish_reason = self._tools.reason(calls, choice.finish_reason)
+        return pieces
+
     def choice(self, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        self._read(choice, text, finished=True)
+        message = {"content": text} if self._tools is None else self._calls[choice.index].message
+        if self.request.prefix:
+            message["content"] = self.request.prefix + (message["content"] or "")
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": self.request.prefix + "".join(choice.text)},
+            "message": {"role": "assistant", **message},
             "logprobs": self._logprobs(choice.logprobs),
             **self._tokens(choice.tokens),
         }
@@ -217,7 +244,8 @@ class _Chat(_Reply):
     def events(self, choice: Choice, delta: Delta) -> Iterable[dict[str, Any]]:
         fresh = self.first(choice)
         if fresh:
-            greeting = self._chunk(self._delta(choice, {"role": "assistant", "content": ""}))
+            empty = "" if self._tools is None else None
+            greeting = self._chunk(self._delta(choice, {"role": "assistant", "content": empty}))
             if self.request.return_token_ids:
                 greeting["prompt_token_ids"] = choice.prompt
             yield greeting
@@ -226,18 +254,22 @@ class _Chat(_Reply):
         yield from super().events(choice, delta)
 
     def deltas(self, choice: Choice, delta: Delta) -> Iterator[dict[str, Any]]:
-        if delta.text or delta.logprobs or self.every_token:
-            piece = self._delta(choice, {"content": delta.text}, self._logprobs(delta.logprobs))
-            yield piece | self._tokens(delta.tokens)
+        pieces = self._read(choice, delta.text, delta.finish_reason is not None)
+        if not pieces and (delta.logprobs or self.every_token):
+            pieces = [{"content": ""} if self._tools is None else {}]
+        for i, piece in enumerate(pieces):
+            first = i == 0  # what is told of tokens comes with it
+            logprobs = self._logprobs(delta.logprobs) if first else None
+            yield self._delta(choice, piece, logprobs) | self._tokens(delta.tokens if first else ())
         if delta.finish_reason is not None:
             yield {
                 **self._delta(choice, {}),
-                "finish_reason": delta.finish_reason,
+                "finish_reason": choice.finish_reason,
                 "stop_reason": delta.stop_reason,
             }
 
     @staticmethod
-    def _delta(choice: Choice, content: dict[str, str], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _delta(choice: Choice, content: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         return {"index": choice.index, "delta": content, "logprobs": logprobs, "finish_reason": None}
 
 

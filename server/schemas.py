@@ -31,6 +31,7 @@ from .limits import (
     MAX_TOKENS,
     MAX_USER,
 )
+from .tools import ToolFields, as_template, shown
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _RESERVED = {"self", "messages", "add_generation_prompt", "continue_final_message"}
@@ -322,9 +323,9 @@ class Chat(_Body):
 
     def chat(self) -> list[dict[str, Any]]:
         """The messages, as the template reads them."""
-        chat = [message.model_dump() for message in self.messages or ()]
+        chat = [as_template(message.model_dump(), f"messages.{i}") for i, message in enumerate(self.messages or ())]
         for message in chat[:-1] if self.continue_final_message else chat:
-            if message["content"] is None and not message.get("tool_calls"):
+            if message["content"] is None:
                 message["content"] = ""  # templates add texts up
         return chat
 
@@ -341,12 +342,11 @@ class Chat(_Body):
         return variables
 
 
-class ChatRequest(AbsentOfChats, Chat, GenerationRequest):
+class ChatRequest(AbsentOfChats, Chat, ToolFields, GenerationRequest):
     messages: Messages
     max_completion_tokens: Annotated[int, integer(minimum=1)] | None = None
     logprobs: Whether | None = None
     top_logprobs: Annotated[int, integer(minimum=0, maximum=_MOST)] | None = None
-    tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
     def check(self) -> None:
@@ -357,8 +357,7 @@ class ChatRequest(AbsentOfChats, Chat, GenerationRequest):
             raise InvalidRequest("top_logprobs", f"top_logprobs must be between 0 and {most}, got {self.top_logprobs}")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs: true")
-        if self.tools:
-            raise InvalidRequest("tools", "tools are not supported")
+        self.check_tools()
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise InvalidRequest("response_format", "response_format: only {'type': 'text'} is supported")
 
@@ -368,6 +367,13 @@ class ChatRequest(AbsentOfChats, Chat, GenerationRequest):
         last = self.messages[-1]
         goes_on = self.continue_final_message or self.add_generation_prompt is False or last.role == "assistant"
         return (last.content or "") if self.echo and goes_on else ""
+
+    @property
+    def size(self) -> int:
+        return super().size + sum(len(str(tool)) for tool in self.shown())
+
+    def template(self) -> dict[str, Any]:
+        return super().template() | ({"tools": tools} if (tools := self.shown()) else {})
 
     def ask(self) -> Ask:
         ask = super().ask()
@@ -393,7 +399,7 @@ class ChatTokenizeRequest(Chat):
     tools: list[dict[str, Any]] | None = None
 
     def template(self) -> dict[str, Any]:
-        return super().template() | ({"tools": self.tools} if self.tools else {})
+        return super().template() | ({"tools": [shown(tool) for tool in self.tools]} if self.tools else {})
 
 
 class TokenizeRequest(ChatTokenizeRequest):

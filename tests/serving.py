@@ -20,6 +20,7 @@ from framework.server.generation import Serving
 from framework.server.keys import Keys
 from framework.server.main import bind
 from framework.server.protocol import http_config
+from framework.server.tools import select_parser
 
 from framework import Delivery, ResponseRecord, hookimpl
 from framework.checkpoint import open_checkpoint
@@ -109,6 +110,7 @@ def running(
                 info.model,
                 0,
                 settings.served_model_name,
+                select_parser(settings, plugins, tokenizer),
             )
             config = http_config(create_app(serving, plugins, keys), settings)
             config.timeout_graceful_shutdown = 5

@@ -9,8 +9,9 @@ compare any kernel backend or sampler with what is exact.
   and tokens: whatever the schedule, a request's output must be the same.
 - `ScriptedExecutor` does the same and lets the prompt dictate the output (it repeats the prompt for ever), for tests of
   a server that need to know what comes.
-- `SchedulerConformance`, `KVConformance`, `KernelConformance` and `SamplerConformance` are classes to inherit from:
-  with `provider = "mine"`, pytest checks what any scheduler, KV cache, kernel backend or sampler must do.
+- `SchedulerConformance`, `KVConformance`, `KernelConformance`, `SamplerConformance` and `ToolParserConformance` are
+  classes to inherit from: with `provider = "mine"`, pytest checks what any scheduler, KV cache, kernel backend, sampler
+  or tool parser must do.
 - `Simulation` is the engine that the first two run in: a scheduler and a cache over the checking executor, and every
   step checked.
 - `VirtualClock` is time that moves only when told, for simulations.
@@ -36,6 +37,7 @@ _PUBLIC = {
     "RequestFailed": "checking",
     "StepFailed": "checking",
     "ScriptedExecutor": "scripted",
+    "ToolParserConformance": "tool_parsers",
     "VirtualClock": "clock",
 }
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "ScriptedExecutor",
     "Simulation",
     "StepFailed",
+    "ToolParserConformance",
     "VirtualClock",
 ]
 
@@ -73,3 +76,4 @@ if TYPE_CHECKING:
     from .scripted import ScriptedExecutor as ScriptedExecutor
     from .simulation import Client as Client
     from .simulation import Simulation as Simulation
+    from .tool_parsers import ToolParserConformance as ToolParserConformance

@@ -5,6 +5,6 @@ import pytest
 pytest.register_assert_rewrite(
     *(
         f"framework.testing.{name}"
-        for name in ("caches", "choices", "kernels", "pool", "samplers", "schedulers", "simulation")
+        for name in ("caches", "choices", "kernels", "pool", "samplers", "schedulers", "simulation", "tool_parsers")
     )
 )

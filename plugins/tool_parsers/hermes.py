@@ -1,0 +1,20 @@
+"""Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, and text around it."""
+
+from __future__ import annotations
+
+from framework import Parsing, ToolParser
+
+
+class Hermes(ToolParser):
+    markers = ("<tool_call>", "</tool_call>")
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """Others put XML between these tags."""
+        xml = any(tag in template for tag in ("<function=", "<arg_key>", "<parameter"))
+        return super().fits(template) and not xml
+
+    def parse(self) -> Parsing[None]:
+        while (yield from self.until("<tool_call>")):
+            if (yield from self.call()):
+                yield from self.skip("</tool_call>")
