@@ -79,7 +79,8 @@ class ToolParserConformance:
         parser = self.parser(NAMES)
         found = [delta for piece in pieces for delta in parser.push(piece)]
         found += parser.finish()
-        content, calls = "", []
+        content = ""
+        calls: list[tuple[str, str]] = []
         for delta in found:
             if delta.call is None:
                 assert delta.name is None and delta.text, f"content that is none: {delta}"
