@@ -47,6 +47,8 @@ class ToolParser:
 
     markers: ClassVar[tuple[str, ...]] = ()
     """What the markup is made of. Special tokens are left out of answers: not these."""
+    separator: ClassVar[str] = ""
+    """What stands between two calls, where `spelling` says how they are written."""
 
     def __init__(self, names: Collection[str]) -> None:
         """`names`: the tools that there are."""
@@ -69,6 +71,12 @@ class ToolParser:
     def call_id() -> str:
         """A new id for a call, as the family's chat template wants them."""
         return f"call_{secrets.token_hex(12)}"
+
+    @classmethod
+    def spelling(cls, name: str) -> tuple[str, str] | None:
+        """What models write before and behind the arguments of a call. Calls that have to be made are then made in this
+        form; None: in one that the server reads itself."""
+        return None
 
     # What the server calls
 

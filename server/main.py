@@ -29,6 +29,7 @@ from framework.settings import Settings, flag
 from framework.terminal import UI
 
 from .app import create_app
+from .calls import select_parser
 from .client import EngineClient, Spawned
 from .gate import Gate
 from .generation import Serving
@@ -36,7 +37,6 @@ from .keys import Keys
 from .limits import DRAIN, INTERRUPT, JOIN
 from .protocol import http_config
 from .tls import check_tls
-from .tools import select_parser
 from .unix import unix_socket
 
 T = TypeVar("T")

@@ -14,12 +14,12 @@ from framework import Logprobs
 from framework.detokenizer import Delta
 
 from .body import JsonRoute
+from .calls import Calls, ToolUse
 from .errors import Problem, unknown_model
 from .generation import Ask, Choice, Generation, Serving, route
 from .schemas import ChatRequest, CompletionRequest, GenerationRequest
 from .scores import Echo, Scores
 from .sse import Reply
-from .tools import Calls, ToolUse
 
 ABSENT = (
     "/embeddings",
@@ -198,7 +198,13 @@ class _Chat(_Reply):
         if self.request.choice.mode == "none":
             return ask
         self._tools = ToolUse(self.request, self.serving.tool_parser, self.serving.tokenizer)
-        return ask._replace(keep=self._tools.keep)
+        ask = ask._replace(keep=self._tools.keep)
+        asked = ask.fields.get("structured_outputs")
+        wanted = self._tools.structured(asked)
+        if wanted is asked:
+            return ask
+        names = {**ask.names, "structured_outputs": "tools"}
+        return ask._replace(fields={**ask.fields, "structured_outputs": wanted}, names=names)
 
     async def prompts(self) -> Sequence[list[int]]:
         request, cut, render = self.request, self.generation.cut, self.serving.inputs.render

@@ -1,10 +1,10 @@
-"""Tools of a chat: what the client may say of them, what the model is shown, and its calls in the client's words."""
+"""Tools of a chat: what clients may say of them, and what the model is shown."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -20,10 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from framework import ConfigError, InvalidRequest, Parsing, PluginError, Tokenizer, ToolDelta, ToolParser
+from framework import InvalidRequest
 from framework.errors import brief
-from framework.registry import Plugins
-from framework.settings import Settings
 
 from .limits import MAX_INPUT, MAX_TOOL_BYTES, MAX_TOOL_CALLS, MAX_TOOLS
 
@@ -63,6 +61,13 @@ class Function(BaseModel):
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, AfterValidator(_parameters)] = None
     strict: bool | None = None
+
+    def wanted(self, strict: bool) -> dict[str, Any]:
+        """The schema of its arguments; of any, unless it is `strict` by itself or here."""
+        if not (strict or self.strict):
+            return {"type": "object"}
+        none = {"properties": {}, "additionalProperties": False}
+        return {"type": "object", **(none if self.parameters is None else self.parameters)}
 
 
 class Tool(BaseModel):
@@ -197,148 +202,3 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         where += ".function.arguments"
         raise InvalidRequest(where, f"{where} must be a JSON object, written as a string")
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-# Its calls
-
-
-def select_parser(settings: Settings, plugins: Plugins, tokenizer: Tokenizer) -> type[ToolParser] | None:
-    """The parser that --tool-parser names; for "auto" the first that fits the chat template, or None.
-
-    Raises `ConfigError` for an unknown name.
-    """
-    name = settings.tool_parser
-    if name != "auto":
-        return Verbatim if name == "none" else _created(plugins, name, settings)
-    template = tokenizer.tool_template or ""
-    for provider in plugins.providers("tool_parser"):
-        parser = _created(plugins, provider.name, settings)
-        if parser.fits(template):
-            return parser
-    return None
-
-
-def _created(plugins: Plugins, name: str, settings: Settings) -> type[ToolParser]:
-    made = plugins.create("tool_parser", name, settings=settings)
-    if not (isinstance(made, type) and issubclass(made, ToolParser)):
-        raise ConfigError(f"--tool-parser {name}: its factory gave {made!r}, which is no subclass of ToolParser")
-    return made
-
-
-class Verbatim(ToolParser):
-    """Everything is content."""
-
-    def parse(self) -> Parsing[None]:
-        yield from ()
-
-
-class _Named(ToolParser):
-    """The text is the arguments of the only tool there is."""
-
-    def parse(self) -> Parsing[None]:
-        if (yield from self.peek()):
-            self.begin(next(iter(self.names)))
-            yield from self.arguments()
-
-
-class _Array(ToolParser):
-    """[{"name": ..., "parameters": {...}}, ...]"""
-
-    def parse(self) -> Parsing[None]:
-        if (yield from self.skip("[")):
-            while (yield from self.call()) and (yield from self.skip(",")):
-                pass
-            yield from self.skip("]")
-
-
-class Calls:
-    """What the text of one choice says: content and calls, in OpenAI's words."""
-
-    def __init__(self, parser: ToolParser, parallel: bool) -> None:
-        self._parser = parser
-        self._parallel = parallel
-        self._content: list[str] = []
-        self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
-
-    def push(self, text: str, finished: bool) -> list[dict[str, Any]]:
-        """What is new, as `delta`s of chunks."""
-        try:
-            pieces = self._parser.push(text)
-            if finished:
-                pieces += self._parser.finish()
-        except Exception as error:  # a plugin may raise anything
-            name = type(self._parser).__name__
-            raise PluginError(f"tool parser {name}: {type(error).__name__}: {error}", name) from error
-        deltas = [delta for piece in pieces for delta in self._deltas(piece)]
-        if finished and not self._calls and not self._content:
-            deltas.append({"content": ""})
-        return deltas
-
-    def _deltas(self, piece: ToolDelta) -> Iterator[dict[str, Any]]:
-        if piece.call is None:
-            self._content.append(piece.text)
-            yield {"content": piece.text}
-            return
-        if piece.call and not self._parallel:
-            return
-        if piece.name is not None:
-            id = self._parser.call_id()
-            self._calls.append((id, piece.name, []))
-            function = {"name": piece.name, "arguments": ""}
-            yield {"tool_calls": [{"index": piece.call, "id": id, "type": "function", "function": function}]}
-        if piece.text:
-            self._calls[piece.call][2].append(piece.text)
-            yield {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
-
-    @property
-    def found(self) -> bool:
-        """Whether there is any call so far."""
-        return bool(self._calls)
-
-    @property
-    def message(self) -> dict[str, Any]:
-        content = "".join(self._content)
-        if not self._calls:
-            return {"content": content}
-        calls = [
-            {"id": id, "type": "function", "function": {"name": name, "arguments": "".join(parts)}}
-            for id, name, parts in self._calls
-        ]
-        return {"content": content or None, "tool_calls": calls}
-
-
-class ToolUse:
-    """The tools of one request: what its answers are read by. Raises `InvalidRequest` where they cannot be served."""
-
-    def __init__(self, fields: ToolFields, parser: type[ToolParser] | None, tokenizer: Tokenizer) -> None:
-        """`parser`: the one of `select_parser`."""
-        if not tokenizer.takes_tools:
-            raise InvalidRequest(
-                "tools",
-                "tools: the chat template of this model has no place for tools; start the server with --chat-template "
-                "FILE, or leave them out",
-            )
-        mode, name = fields.choice
-        if mode == "auto" and parser is None:
-            raise InvalidRequest(
-                "tools",
-                "tools: how this model writes calls is not known here; start the server with --tool-parser NAME, or "
-                "set tool_choice to required, to none or to a function",
-            )
-        self._named = mode == "named"
-        self._names = [name] if name else [tool.function.name for tool in fields.tools or ()]
-        self._parser = {"named": _Named, "required": _Array}.get(mode, parser) or Verbatim
-        self._parallel = fields.parallel_tool_calls is not False
-
-    @property
-    def keep(self) -> Sequence[str]:
-        """Special tokens that have to be in the text."""
-        return self._parser.markers
-
-    def calls(self) -> Calls:
-        """For one choice."""
-        return Calls(self._parser(self._names), self._parallel)
-
-    def reason(self, calls: Calls, reason: str | None) -> str | None:
-        """Why a choice ended, as clients know it."""
-        return "tool_calls" if reason == "stop" and calls.found and not self._named else reason

@@ -15,12 +15,12 @@ import openai
 import pytest
 import uvicorn
 from framework.server.app import create_app
+from framework.server.calls import select_parser
 from framework.server.client import EngineClient
 from framework.server.generation import Serving
 from framework.server.keys import Keys
 from framework.server.main import bind
 from framework.server.protocol import http_config
-from framework.server.tools import select_parser
 
 from framework import Delivery, ResponseRecord, hookimpl
 from framework.checkpoint import open_checkpoint

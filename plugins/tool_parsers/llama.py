@@ -9,11 +9,16 @@ class Llama3Json(ToolParser):
     """An object further on in the text, say in an explanation, is no call."""
 
     markers = ("<|python_tag|>",)
+    separator = "; "
 
     @classmethod
     def fits(cls, template: str) -> bool:
         """Templates of Llama 3.2 do without the tag, but ask for this form."""
         return super().fits(template) or ("<|start_header_id|>" in template and "parameters" in template)
+
+    @classmethod
+    def spelling(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": "{name}", "parameters": ', "}"
 
     def parse(self) -> Parsing[None]:
         while True:
