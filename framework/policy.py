@@ -60,6 +60,39 @@ def default_order(running: Sequence[Request], named: Container[Request] = ()) ->
     return decodes + prefills if prefills else decodes
 
 
+def leave_room(ranking: Ranking, view: LiveView, budget: Budget) -> Ranking:
+    """`ranking` with limits for running prompts, so that nobody behind a long one waits until all of it is computed:
+    each decode gets its token; prompts that wait, can start now and fit into half of what is left get that.
+
+    Limits that the policy gave stay as they are.
+    """
+    running, tokens, long = Status.RUNNING, budget.tokens, 0
+    behind: list[Request] = []
+    for request, most in ranking:
+        if request.status is not running:
+            if long and most is None and budget.requests > 0:
+                behind.append(request)
+        elif request.remaining == 1:
+            tokens -= 1
+        elif most is None:
+            long += request.remaining
+    kept, half = 0, tokens // 2
+    for request in behind:
+        if kept + request.remaining > half or (not kept and view.missing(request, request.remaining)):
+            break
+        kept += request.remaining
+    left = max(1, tokens - kept)
+    if long <= left:
+        return ranking
+    limited: Ranking = []
+    for request, most in ranking:
+        if most is None and request.status is running and (remaining := request.remaining) > 1:
+            most = min(remaining, left)
+            left -= most
+        limited.append((request, most))
+    return limited
+
+
 class Policy:
     """The `admit` and `preempt` hooks behind a check. `faults` counts by plugin name."""
 
@@ -80,14 +113,15 @@ class Policy:
         except (Exception, SystemExit) as exc:  # noqa: BLE001 - a plugin may raise anything; counted, named and reported
             self._fault(self._blame("admit", exc), "admit", f"{type(exc).__name__}: {exc}", exc)
             return default_order(view.running)
-        key = view.ranked_by
+        key, ranking = view.ranked_by, list(named.items())
         if key is not None and not exhausted:  # not reached, but `ranked` gave them their places
             rest = [r for r in view.running if r not in named]
             rest.sort(key=lambda r: (key(r), r.arrival, r.order))
-            return [*named.items(), *((r, None) for r in rest)]
-        if running == len(view.running):
-            return list(named.items())
-        return [*default_order(view.running, named), *named.items()]
+            ranking += [(r, None) for r in rest]
+        elif running < len(view.running):
+            ranking = [*default_order(view.running, named), *ranking]
+        # Else decodes are first and nobody waits: there is nothing to leave.
+        return leave_room(ranking, view, budget) if named else ranking
 
     @staticmethod
     def _read(answer: Iterable[Want] | None, view: LiveView, most: int) -> tuple[dict[Request, int | None], int, bool]:

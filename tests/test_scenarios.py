@@ -13,7 +13,7 @@ from framework.plugins.schedulers.fair import Fair
 from framework.plugins.schedulers.fcfs import Fcfs
 from framework.plugins.schedulers.priority import Priority
 from framework.plugins.schedulers.static import Static
-from harness import Asked, Harness, ids, started
+from harness import Asked, Harness, ids, started, tokens
 
 from framework import Mode, Request, Status, Victim, View, Want, hookimpl
 
@@ -194,6 +194,44 @@ def test_equal_priorities_start_in_order_of_arrival() -> None:
     assert [data.id for plan in h.executor.plans for data in plan.new] == [f"r{i}" for i in range(12)]
     assert list(h.reasons) == [f"r{i}" for i in range(12)]
     assert_right(h)
+
+
+# One huge prompt
+
+
+@pytest.mark.parametrize("name", ["fcfs", "priority", "fair"])
+def test_a_short_prompt_does_not_wait_for_a_long_one(name: str) -> None:
+    """Nor does who decodes. Nothing of a step's budget is left unused for it, and it is over as soon as it would be."""
+    h = Harness(SCHEDULERS[name](), seats=8, blocks=512, tokens=32)
+    h.add("decodes", 4, 40)
+    h.step()
+    h.add("long", 640, 2)
+    assert tokens(h.step()) == {"decodes": 1, "long": 31}
+    h.add("short", 10, 5)
+    assert tokens(h.step()) == {"decodes": 1, "long": 21, "short": 10}
+    assert len(h["short"].output) == 1
+    for id, length in (("a", 6), ("b", 9), ("as long as can be", 16)):
+        h.add(id, length, 5)
+    assert tokens(h.step()) == {"decodes": 1, "short": 1, "long": 15, "a": 6, "b": 9}
+    assert tokens(h.step()) == {"decodes": 1, "short": 1, "a": 1, "b": 1, "long": 28}  # 14 are half of what is left
+    h.steps(4)
+    assert set(h.reasons) == {"short", "a", "b"}
+    assert {sum(tokens(plan).values()) for plan in h.plans[1:]} == {32}
+    h.run()
+    assert_right(h)
+
+
+def test_nothing_is_kept_for_who_cannot_start() -> None:
+    h = Harness(SCHEDULERS["fcfs"](), seats=8, blocks=20, block_size=4, tokens=16)
+    h.add("long", 60, 4)
+    h.step()
+    h.add("no room", 40, 4)
+    assert tokens(h.step()) == {"long": 16}
+    h = Harness(SCHEDULERS["fcfs"](), seats=1, blocks=64, block_size=4, tokens=16)
+    h.add("long", 60, 4)
+    h.step()
+    h.add("no seat", 4, 4)
+    assert tokens(h.step()) == {"long": 16}
 
 
 # n = 4, aborted half way
