@@ -371,7 +371,7 @@ class Budget(NamedTuple):
 
 
 class Want(msgspec.Struct, frozen=True):  # made for every running request in every step: a third of a tuple's cost
-    """Rank `request` here and compute up to `tokens` of it. None: all that remain, or of a prompt that runs so many that
+    """Rank `request` here and compute up to `tokens` of it. None: all that remain, or of a running prompt, so many that
     others behind it need not wait for its end (see `framework.policy.leave_room`); 0: hold it this step."""
 
     request: Request
