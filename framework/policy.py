@@ -62,37 +62,40 @@ def default_order(running: Sequence[Request], named: Container[Request] = ()) ->
 
 def leave_room(ranking: Ranking, view: LiveView, budget: Budget) -> Ranking:
     """`ranking` with limits for running prompts, so that nobody behind a long one waits until all of it is computed:
-    each decode gets its token; prompts that wait, can start now and fit into half of what is left get that.
+    each decode gets its token; prompts that wait, are no worse in level, can start now and fit into half of what is
+    left get that.
 
     Limits that the policy gave stay as they are.
     """
     if all([r.num_tokens - r.computed == 1 for r in view.running]):  # `remaining`, for all of them in 10 µs
         return ranking
-    running, tokens, long = Status.RUNNING, budget.tokens, 0
+    running, tokens = Status.RUNNING, budget.tokens
+    long: list[Request] = []
     behind: list[Request] = []
+    passed = False  # decodes are behind
     for request, most in ranking:
         if request.status is not running:
-            if long and most is None and budget.requests > 0:
+            if long and most is None and budget.requests > 0 and all(request.level <= r.level for r in long):
                 behind.append(request)
         elif request.remaining == 1:
             tokens -= 1
+            passed = passed or bool(long)
         elif most is None:
-            long += request.remaining
+            long.append(request)
     kept, half = 0, tokens // 2
     for request in behind:
         if kept + request.remaining > half or (not kept and view.missing(request, request.remaining)):
             break
         kept += request.remaining
-    left = max(1, tokens - kept)
-    if long <= left:
+    if not (kept or passed):
         return ranking
-    limited: Ranking = []
-    for request, most in ranking:
-        if most is None and request.status is running and (remaining := request.remaining) > 1:
-            most = min(remaining, left)
-            left -= most
-        limited.append((request, most))
-    return limited
+    limits: dict[Request, int] = {}
+    left = tokens - kept - len(long)
+    for request in long:  # one token at least: the one before it may lack blocks
+        more = max(0, min(request.remaining - 1, left))
+        limits[request] = 1 + more
+        left -= more
+    return [(request, limits.get(request, most)) for request, most in ranking]
 
 
 class Policy:
