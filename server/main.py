@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import signal
 import socket
 import threading
@@ -194,7 +195,10 @@ class _Run:
         inputs = InputProcessor(checkpoint, tokenizer, info)
         names, now = self._settings.served_model_name, int(time.time())
         serving = Serving(self._client, inputs, tokenizer, info.model, now, names, tool_parser)
-        self._gate.open(create_app(serving, self._plugins, self._keys))
+        app = create_app(serving, self._plugins, self._keys)
+        gc.collect()
+        gc.freeze()  # all that stays: looking through it again would stop every stream for 0.1 s now and then
+        self._gate.open(app)
         url, uds = _url(self._settings, self._listener), self._settings.uds
         self._ui.banner(info, url, tokenizer.chat_template is not None, bool(self._keys), uds)
 
