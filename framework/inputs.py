@@ -6,12 +6,12 @@ Used by the server and by the Python API alike, so that both accept and refuse t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from .errors import ConfigError, InvalidRequest
+from .errors import ConfigError, InvalidRequest, brief
 from .messages import EngineInfo
 from .types import INT64, SamplingParams
 
@@ -182,8 +182,8 @@ class InputProcessor:
             raise InvalidRequest(name, f"{name}: {what[0].lower()}{what[1:]}") from None
 
     def complete(self, params: SamplingParams, *prompts: Sequence[int]) -> SamplingParams:
-        """`params` checked for these prompts and ready for the engine, with the EOS ids. An unset max_tokens stays
-        unset: what remains of the context.
+        """`params` checked for these prompts and ready for the engine, with the EOS ids, and with the tokens of
+        `bad_words`. An unset max_tokens stays unset: what remains of the context.
 
         Raises `InvalidRequest` naming the field at fault.
         """
@@ -199,7 +199,30 @@ class InputProcessor:
         params = msgspec.structs.replace(params, eos_token_ids=eos, top_k=min(params.top_k, vocab))
         most = room if params.max_tokens is None else params.max_tokens
         msgspec.structs.replace(params, max_tokens=most).check(vocab)
-        return params
+        bad = [*params.bad_token_ids, *(ids for word in params.bad_words for ids in self._spellings(word))]
+        return msgspec.structs.replace(params, bad_token_ids=tuple(dict.fromkeys(bad))) if params.bad_words else params
+
+    def _spellings(self, word: str) -> Iterator[tuple[int, ...]]:
+        """Token ids of a word at the start of a text, behind a space, and right behind other text: tokenizers spell a
+        word that begins a text in one way or the other. Without what the model cannot generate.
+
+        Raises `InvalidRequest` if the word has no tokens.
+        """
+        if len(word) > self._most:
+            raise InvalidRequest(
+                "bad_words",
+                f"bad_words: {len(word)} characters cannot come within the limit of {self.info.max_model_len} tokens; "
+                "leave them out",
+            )
+        bare, before = word.lstrip(" ") or word, self.tokenizer.encode("\n", False)
+        behind = self.tokenizer.encode("\n" + bare, False)
+        found = [self.tokenizer.encode(text, False) for text in (bare, " " + bare)]
+        found += [behind[len(before) :]] if behind[: len(before)] == before else []
+        if not any(found):
+            raise InvalidRequest("bad_words", f"bad_words: {brief(repr(word), 80)} has no tokens; leave it out")
+        for ids in found:
+            if ids and max(ids) < self.info.vocab_size:
+                yield tuple(ids)
 
     def routing(self, priority: int | None = None, tenant: str | None = None, cache_salt: str | None = None) -> Routing:
         """Checked and ready for the engine. Raises `InvalidRequest` naming the field at fault: a priority other than 0

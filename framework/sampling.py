@@ -62,6 +62,11 @@ class SampleBatch(Protocol):
 
 
 class Sampled(NamedTuple):
-    """tokens: int64 [rows]. The executor adds log-probabilities from the unmodified logits."""
+    """tokens: int64 [rows]. The executor adds log-probabilities from the unmodified logits.
+
+    empty: bool [rows], where nothing that may be generated is left to choose from; those requests end with an error,
+    whatever their tokens are. None: nowhere.
+    """
 
     tokens: torch.Tensor
+    empty: torch.Tensor | None = None

@@ -81,14 +81,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """None: none; k: of each prompt token but the first, and of the k likeliest in its place. The prompt is then
     computed whole, without what the prefix cache has of it."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Nothing else may be generated; empty: everything may."""
+    """Nothing else may be generated, EOS included; empty: everything may."""
     bad_words: tuple[str, ...] = ()
     """Texts that may not be generated. Whoever has a tokenizer turns them into `bad_token_ids`."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences whose last token may not follow the ones before it."""
+    """Sequences whose last token may not follow, in the output, the ones before it."""
     structured_outputs: StructuredOutputs | None = None
 
     MAX_LOGPROBS = 20
+    MAX_BAD_WORDS = 1024
+    MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
+    """Of tokens: a word is spelt in several ways."""
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequest`, naming the field, unless every value is in range for this vocabulary."""
@@ -126,17 +129,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 )
             if not (math.isfinite(bias) and -100 <= bias <= 100):
                 raise InvalidRequest("logit_bias", f"logit_bias of token {token} must be between -100 and 100")
-        for token in self.stop_token_ids:
-            if not 0 <= token < vocab_size:
-                raise InvalidRequest(
-                    "stop_token_ids",
-                    f"stop_token_ids: token id {token} is outside the vocabulary (0..{vocab_size - 1})",
-                )
+        for field, tokens in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("bad_token_ids", (token for some in self.bad_token_ids for token in some)),
+        ):
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    raise InvalidRequest(
+                        field, f"{field}: token id {token} is outside the vocabulary (0..{vocab_size - 1})"
+                    )
+        need(all(self.bad_words), "bad_words", "made of non-empty strings")
+        need(all(self.bad_token_ids), "bad_token_ids", "made of non-empty sequences")
+        for field, most in (("bad_words", self.MAX_BAD_WORDS), ("bad_token_ids", self.MAX_BAD_SEQUENCES)):
+            count = len(getattr(self, field))
+            if count > most:
+                raise InvalidRequest(field, f"{field}: at most {most} may be given, got {count}")
         for field in ("logprobs", "prompt_logprobs"):
             count = getattr(self, field)
             need(count is None or 0 <= count <= self.MAX_LOGPROBS, field, f"between 0 and {self.MAX_LOGPROBS}")
-        for field in ("allowed_token_ids", "bad_words", "bad_token_ids", "structured_outputs"):
-            need(getattr(self, field) in (None, ()), field, "left out: it is not supported yet")
+        need(self.structured_outputs is None, "structured_outputs", "left out: it is not supported yet")
 
     @property
     def greedy(self) -> bool:

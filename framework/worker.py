@@ -41,7 +41,8 @@ class Drawn(NamedTuple):
     unmodified: torch.Tensor | None
 
 
-NOT_FINITE = "the model's logits are not finite (NaN, or nothing left to choose from)"
+NOT_FINITE = "the model's logits are not finite"
+RULED_OUT = "no token is left to choose from: allowed_token_ids, bad_words, a grammar or a plugin rule out every one"
 MEASURE_SECONDS = 0.05
 MEASURE_TOKENS = 128
 """A prefill that takes longer, of at least so many tokens, tells how fast the model is: a short one reads all weights
@@ -349,7 +350,8 @@ class TorchExecutor(Executor):
         def finish() -> StepResult:
             chosen = rows.learn(sampling)
             tokens = dict(zip(ids, zip(chosen, strict=True), strict=True))
-            errors = dict.fromkeys((*unscored, *(ids[at] for at in not_finite(fetched.wait()[1]))), NOT_FINITE)
+            errors = {ids[at]: why for at, why in not_finite(fetched.wait()[1]).items()}
+            errors |= dict.fromkeys(unscored, NOT_FINITE)
             for id in errors:
                 tokens.pop(id, None)
             logprobs: dict[str, tuple[Logprobs, ...]] = {}
@@ -454,12 +456,15 @@ class TorchExecutor(Executor):
         if self.device.asynchronous:  # keep samplers out of what is not finite
             logits.masked_fill_(~best.isfinite()[:, None], 0.0)
         elif bad := not_finite(best):
-            logits[bad] = 0.0
+            logits[list(bad)] = 0.0
         sampled = self.plugins.call("sample", logits=logits, batch=batch)
         tokens = getattr(sampled, "tokens", None)
         rows = len(logits)
         if not isinstance(tokens, torch.Tensor) or tokens.shape != (rows,) or tokens.dtype != torch.int64:
             raise self._fault("sample", f"answered {sampled!r}, not Sampled(int64 [{rows}])")
+        empty = getattr(sampled, "empty", None)
+        if empty is not None:
+            best = best.masked_fill(empty, -math.inf)
         return Drawn(tokens, best, batch.asked, unmodified)
 
     def _checked(self, tokens: torch.Tensor, vocab: int) -> list[int]:
@@ -473,12 +478,13 @@ class TorchExecutor(Executor):
         return PluginError(f"plugin {name!r}: {hook}: {what}", name)
 
 
-def not_finite(best: torch.Tensor) -> list[int]:
-    """Rows whose largest logit [rows] is NaN or infinite."""
+def not_finite(best: torch.Tensor) -> dict[int, str]:
+    """Rows whose largest logit [rows] is NaN or infinite, and what that means."""
     values = best.tolist()
     if math.isfinite(sum(values)):  # in float64, where finite ones stay so
-        return []
-    return [row for row, value in enumerate(values) if not math.isfinite(value)]
+        return {}
+    wrong = {row: value for row, value in enumerate(values) if not math.isfinite(value)}
+    return {row: RULED_OUT if value == -math.inf else NOT_FINITE for row, value in wrong.items()}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -19,8 +19,9 @@ class Toy:
     @hookimpl
     def sample(self, logits: torch.Tensor, batch: SampleBatch) -> Sampled:
         self.begin(batch)
+        self.empty: list[bool] = []
         tokens = [self.token(logits[row].double().numpy(), batch, at) for row, at in enumerate(self.owners(batch))]
-        return Sampled(torch.tensor(tokens))
+        return Sampled(torch.tensor(tokens), torch.tensor(self.empty))
 
     def begin(self, batch: SampleBatch) -> None:
         pass
@@ -33,6 +34,8 @@ class Toy:
         self.penalise(x, params, batch.prompt_tokens(id), batch.output_tokens(id))
         for token, bias in params.logit_bias.items():
             x[token] += bias
+        self.limit(x, params, batch.output_tokens(id).tolist())
+        self.empty.append(self.nothing_left(x))
         if self.too_early(params, batch.output_len[at]):
             self.ban(x, [end for end in params.ends if end < len(x)])
         if params.greedy:
@@ -43,6 +46,23 @@ class Toy:
         within = np.cumsum(kept) / kept.sum()
         uniform = self.uniform(int(batch.seeds[at]), batch.output_len[at])
         return int(order[min(np.searchsorted(within, uniform, "right"), np.flatnonzero(kept)[-1])])
+
+    def limit(self, x: Array, params: SamplingParams, output: list[int]) -> None:
+        if params.allowed_token_ids:
+            kept = {token: x[token] for token in params.allowed_token_ids}
+            x[:] = -np.inf
+            x[[*kept]] = [*kept.values()]
+        for *before, token in params.bad_token_ids:
+            if self.follows(output, before):
+                x[token] = -np.inf
+
+    def follows(self, output: list[int], before: list[int]) -> bool:
+        return output[max(0, len(output) - len(before)) :] == before
+
+    def nothing_left(self, x: Array) -> bool:
+        empty = bool(x.max() == -np.inf)
+        x[0] = 0.0 if empty else x[0]
+        return empty
 
     def penalise(self, x: Array, params: SamplingParams, prompt: Array, output: Array) -> None:
         for token in {*prompt.tolist(), *output.tolist()}:
@@ -106,6 +126,35 @@ class TakesTheExecutorsWord(Toy):
             greedy = torch.tensor([batch.params[owner].greedy for owner in batch.owner])
             tokens = torch.where(greedy, batch.likeliest, tokens)
         return Sampled(tokens)
+
+
+class AllowsTheEnds(Toy):
+    """Whatever is allowed."""
+
+    def limit(self, x: Array, params: SamplingParams, output: list[int]) -> None:
+        ends = {end: x[end] for end in params.ends if end < len(x)}
+        super().limit(x, params, output)
+        x[[*ends]] = [*ends.values()]
+
+
+class BansWhereverTheyWere(Toy):
+    """What went before anywhere in the output, not only at its end."""
+
+    def follows(self, output: list[int], before: list[int]) -> bool:
+        return all(token in output for token in before)
+
+
+class LooksAtOneTokenBefore(Toy):
+    def follows(self, output: list[int], before: list[int]) -> bool:
+        return super().follows(output, before[-1:])
+
+
+class DrawsFromNothing(Toy):
+    """Says nothing when nothing is left."""
+
+    def nothing_left(self, x: Array) -> bool:
+        super().nothing_left(x)
+        return False
 
 
 class IgnoresTheSeed(Toy):

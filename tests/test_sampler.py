@@ -13,7 +13,7 @@ from framework.plugins.samplers.default import DefaultSampler, uniforms
 from transformers.generation import logits_process as hf
 
 from framework import SamplingParams
-from framework.testing.samplers import Sampling, random_logits
+from framework.testing.sampling import Sampling, random_logits
 
 
 def sampling() -> Sampling:

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ..batch import RowBatch, Rows
-from ..ops import ReferenceBackend
-from ..plan import Plan, RequestData
-from ..registry import Plugins, load_plugins
+from ..batch import RowBatch
+from ..registry import load_plugins
 from ..settings import Settings
 from ..types import SamplingParams
+from .limits import Limits
 from .reach import reachable
+from .sampling import Sampling, random_logits
 
 Array = np.ndarray[Any, Any]
 GREEDY = SamplingParams(temperature=0)
@@ -38,6 +38,10 @@ CASES = {
     "bias": SamplingParams(logit_bias={3: 1.5, 8: -2.0, 20: -100.0}),
     "min_tokens": SamplingParams(min_tokens=4, stop_token_ids=(1, 2), eos_token_ids=(3, 10**6)),
     "min_tokens reached": SamplingParams(min_tokens=3, stop_token_ids=(1, 2), eos_token_ids=(3,)),
+    "allowed": SamplingParams(allowed_token_ids=(3, 9, 20, 31, 3)),
+    "allowed with others": SamplingParams(allowed_token_ids=tuple(range(5, 40)), top_k=7, logit_bias={3: 9.0, 20: 2.0}),
+    "bad tokens": SamplingParams(bad_token_ids=((11,), (30,), (11,), (7, 40), (5, 41), (5, 7, 42), (4, 5, 5, 7, 43))),
+    "bad and allowed": SamplingParams(allowed_token_ids=(1, 2, 40, 42), bad_token_ids=((2,), (7, 42)), top_p=0.9),
     "all": SamplingParams(
         temperature=1.3, min_p=0.02, top_k=30, top_p=0.9, repetition_penalty=0.8, logit_bias={9: 1.0}
     ),
@@ -51,7 +55,7 @@ EXTREMES = (
     SamplingParams(temperature=1e-4, top_p=1e-4, top_k=3, min_p=0.5),
     SamplingParams(temperature=2.0, min_p=1.0),
 )
-KINDS = (
+FREE = (
     GREEDY,
     SamplingParams(),
     SamplingParams(temperature=0.7, top_k=5),
@@ -64,19 +68,31 @@ KINDS = (
     SamplingParams(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=0.7, frequency_penalty=2.0),
     SamplingParams(min_tokens=3, stop_token_ids=(1, 2, 3), eos_token_ids=(4,)),
 )
+"""Those that may generate everything."""
+KINDS = (
+    *FREE,
+    SamplingParams(allowed_token_ids=(1, 2, 3, 4), bad_token_ids=((1, 2), (2, 2), (3, 4, 1), (4,)), temperature=1.5),
+    SamplingParams(allowed_token_ids=tuple(range(9)), bad_token_ids=((7, 8), (8, 7), (5, 5)), temperature=0),
+    SamplingParams(allowed_token_ids=(6, 8), bad_token_ids=((6, 6), (6, 8), (8, 8))),
+)
 
 
 def probabilities(
     logits: Array, params: SamplingParams, prompt: Sequence[int] = PROMPT, output: Sequence[int] = ()
 ) -> Array:
-    """float64 [vocab]: how likely each token is, given logits [vocab]. In order: penalties, bias, `min_tokens`,
-    temperature, min-p, top-k, top-p."""
+    """float64 [vocab]: how likely each token is, given logits [vocab]. In order: penalties, bias, allowed and bad
+    tokens, `min_tokens`, temperature, min-p, top-k, top-p."""
     x = np.array(logits, np.float64)
     seen, counts = np.unique([*prompt, *output]).astype(int), np.bincount([*output], minlength=len(x))
     x[seen] = np.where(x[seen] > 0, x[seen] / params.repetition_penalty, x[seen] * params.repetition_penalty)
     x -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
     for token, bias in params.logit_bias.items():
         x[token] += bias
+    if params.allowed_token_ids:
+        x[sorted(set(range(len(x))) - set(params.allowed_token_ids))] = -np.inf
+    for *before, token in params.bad_token_ids:
+        if before == [*output][len(output) - len(before) :]:
+            x[token] = -np.inf
     if len(output) < params.min_tokens:
         x[[token for token in params.ends if token < len(x)]] = -np.inf
     if params.greedy:
@@ -93,59 +109,7 @@ def probabilities(
     return probs
 
 
-def random_logits(rows: int = 1, vocab: int = 1000, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
-    """float32 [rows, vocab]."""
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-class Sampling:
-    """Requests known to an executor, as a sampler sees them step after step."""
-
-    def __init__(self, sampler: object, device: str = "cpu") -> None:
-        self.rows, self.sampler, self.device = Rows(0, 1, rows=4), sampler, device
-        self._informed = False
-        self._plugins = Plugins()
-        self._plugins.add(sampler, "sampler")
-
-    def add(
-        self, id: str, params: SamplingParams, seed: int = 0, prompt: Sequence[int] = (1,), output: Sequence[int] = ()
-    ) -> None:
-        data = RequestData(id, [*prompt, *output], len(prompt), params, seed)
-        self.rows.update(Plan(0, new=(data,)))
-
-    def remove(self, *ids: str) -> None:
-        self.rows.update(Plan(0, finished=ids))
-
-    def batch(self, *ids: str) -> RowBatch:
-        """One step of these requests, or of all."""
-        names = list(ids or self.rows.index)
-        return RowBatch(self.rows, names, np.array([self.rows.index[id] for id in names]))
-
-    def answer(self, logits: torch.Tensor, batch: RowBatch) -> list[int]:
-        """What the sampler says of these logits, one row for each of `batch.owner`. Its requests stay as they are."""
-        given = logits.float().to(self.device, copy=True)
-        self._informed = not self._informed  # the same has to come of it whether or not the executor knows
-        batch.likeliest = torch.from_numpy(given.cpu().numpy().argmax(-1)).to(self.device) if self._informed else None
-        batch.largest = ReferenceBackend().largest if self._informed else None
-        tokens = getattr(answer := self._plugins.call("sample", logits=given, batch=batch), "tokens", None)
-        assert isinstance(tokens, torch.Tensor), f"it answered {answer!r}, not Sampled"
-        assert tokens.dtype == torch.int64 and tokens.shape == logits.shape[:1], (
-            f"its tokens are {tokens.dtype} {list(tokens.shape)}, not int64 [{len(logits)}]"
-        )
-        found: list[int] = tokens.tolist()
-        assert all(0 <= token < logits.shape[1] for token in found), f"{found} are not all of the vocabulary"
-        return found
-
-    def sample(self, logits: torch.Tensor, *ids: str) -> list[int]:
-        """One step of these requests, or of all; the tokens join their outputs."""
-        batch = self.batch(*ids)
-        tokens = self.answer(logits, batch)
-        self.rows.append(np.array([self.rows.index[id] for id in batch.ids]), np.array(tokens))
-        self.rows.settle()
-        return tokens
-
-
-class SamplerConformance:
+class SamplerConformance(Limits):
     """Subclass it in a test module, and pytest runs the tests below on your sampler::
 
         from framework.testing import SamplerConformance
@@ -240,7 +204,7 @@ class SamplerConformance:
         masked[:, allowed[1:]] = -torch.inf
         biased = SamplingParams(logit_bias={5: 100.0}, repetition_penalty=0.1, frequency_penalty=-2.0)
         ending = SamplingParams(min_tokens=9, stop_token_ids=(3,))
-        for params in (*KINDS, biased, ending, SamplingParams(temperature=0, min_tokens=9, eos_token_ids=(3,))):
+        for params in (*FREE, biased, ending, SamplingParams(temperature=0, min_tokens=9, eos_token_ids=(3,))):
             assert self._draw(masked, params, 5, output=(5, 6))[3] == 5, f"{params}: 3 was the only token left"
 
     # What a draw depends on

@@ -1,10 +1,10 @@
 """The default sampler, vectorised over the batch.
 
-In order: penalties, logit bias, `min_tokens`; then greedy rows take the likeliest token (the first of equals), the
-others temperature, min-p, top-k, top-p and one draw. A filter is a threshold on probability and keeps all that equal
-it, so what it keeps does not depend on how anything was sorted. The draw inverts the cumulative distribution, in order
-of token id, at one uniform number that is a function of (seed, output index). Every number of a row is computed from
-that row alone: company changes nothing.
+In order: penalties, logit bias, what is allowed and what is banned, `min_tokens`; then greedy rows take the likeliest
+token (the first of equals), the others temperature, min-p, top-k, top-p and one draw. A filter is a threshold on
+probability and keeps all that equal it, so what it keeps does not depend on how anything was sorted. The draw inverts
+the cumulative distribution, in order of token id, at one uniform number that is a function of (seed, output index).
+Every number of a row is computed from that row alone: company changes nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from framework import ReferenceBackend, SampleBatch, Sampled, SamplingParams, hookimpl, send
+
+from .limits import Limits
 
 Array = np.ndarray[Any, Any]
 Largest = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -45,12 +47,13 @@ class DefaultSampler:
         if setup.bias is not None:
             rows, tokens, values = setup.bias
             logits[rows, tokens] += values
+        empty = setup.limits.apply(logits, batch) if setup.limits is not None else None
         for minimum in setup.minimum:
             if batch.output_len[batch.owner[minimum.row]] < minimum.tokens:
                 _ban(logits[minimum.row], minimum.ends)
         likeliest = None if setup.changes else batch.likeliest
         if setup.random is None:
-            return Sampled(argmax(logits) if likeliest is None else likeliest)
+            return Sampled(argmax(logits) if likeliest is None else likeliest, empty)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if setup.greedy is not None:
             tokens[setup.greedy] = argmax(logits[setup.greedy]) if likeliest is None else likeliest[setup.greedy]
@@ -59,7 +62,7 @@ class DefaultSampler:
         [uniform] = send([uniforms(setup.seeds, lens)], logits.device)
         largest = batch.largest or ReferenceBackend().largest
         tokens[setup.random] = _draw(logits, setup, uniform, largest)
-        return Sampled(tokens)
+        return Sampled(tokens, empty)
 
     def _penalise(self, logits: torch.Tensor, batch: SampleBatch, penalties: _Penalties) -> None:
         histories = []
@@ -157,7 +160,8 @@ class _Setup:
             for row, p in enumerate(params)
             if p.min_tokens and p.ends
         ]
-        self.changes = bool(rows or entries or self.minimum)  # logits, before anything is chosen
+        self.limits = Limits.of(params, device)
+        self.changes = bool(rows or entries or self.minimum or self.limits)  # logits, before anything is chosen
 
 
 def _within(params: SamplingParams, vocab: int) -> list[int]:
