@@ -42,6 +42,17 @@ A wrong setting ends start-up with exit code 2 and one line per problem that nam
 exit codes: 1 for a failure later on, 130 for Ctrl-C.
 """
 
+_OTHERS = {
+    "generate": "Besides the settings:",
+    "chat": (
+        "Talks to a server that runs, this one or any other that speaks the OpenAI dialect. Its API key is that of\n"
+        "the variable `FRAMEWORK_API_KEY`, or `OPENAI_API_KEY`. On a terminal the conversation goes on until Ctrl-D\n"
+        "or `/exit`; Ctrl-C stops an answer, `/reset` forgets what was said, `/system TEXT` is the instruction from\n"
+        "then on. With a message, or a pipe, there is one answer, on standard output alone."
+    ),
+}
+"""Introductions of commands that have flags of their own."""
+
 
 def render() -> str:
     """The whole page."""
@@ -53,16 +64,20 @@ def render() -> str:
         parts.append(
             f"### {panel}\n\n| flag | default | meaning |\n|---|---|---|\n" + "\n".join(map(_row, options)) + "\n"
         )
-    parts.append("## `framework generate`\n\nBesides the settings:\n\n| flag | meaning |\n|---|---|")
     settings = {name for _, options in panels() for option in options for name in (option.name, option.alias)}
     settings |= {"--config", "--help"}
-    for parameter in command.commands["generate"].params:  # type: ignore[attr-defined]
-        if parameter.param_type_name == "argument":
-            parts[-1] += f"\n| `{parameter.name.upper()}` | {parameter.help} |"
-        elif not settings & set(parameter.opts):
-            names_ = "`, `".join([*parameter.opts, *parameter.secondary_opts])
-            parts[-1] += f"\n| `{names_}` | {parameter.help} |"
-    return "\n".join(parts) + "\n"
+    for name, introduction in _OTHERS.items():
+        rows = []
+        for parameter in command.commands[name].params:  # type: ignore[attr-defined]
+            if parameter.param_type_name == "argument":
+                rows.append(f"| `{parameter.name.upper()}` | {parameter.help} |")
+            elif name == "chat" or not settings & set(parameter.opts):
+                flags = "`, `".join([*parameter.opts, *parameter.secondary_opts])
+                rows.append(f"| `{flags}` | {parameter.help} |")
+        parts.append(
+            f"## `framework {name}`\n\n{introduction}\n\n| flag | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
+        )
+    return "\n".join(parts)
 
 
 def _row(option: Flag) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `framework serve | generate | plugins | env`."""
+"""The command line: `framework serve | generate | chat | plugins | env`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from itertools import chain
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -115,6 +116,49 @@ def _generate(
 
 
 app.command("generate")(reported()(with_settings(_generate, without=("Server", "Tracing"))))
+
+
+@app.command("chat")
+@reported()
+def _chat(
+    message: Annotated[
+        str | None,
+        typer.Argument(help="Say this, print the answer and end; - reads it from standard input, as does a pipe."),
+    ] = None,
+    url: Annotated[
+        str, typer.Option(help="Base URL of any server with an OpenAI-compatible API; /v1 is added if it has no path.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the first that the server lists.")] = None,
+    system: Annotated[str | None, typer.Option(help="Instruction to begin with.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    uds: Annotated[Path | None, typer.Option(help="Unix socket on which the server listens.")] = None,
+    ca_file: Annotated[
+        Path | None, typer.Option(help="Certificates that vouch for the server, in PEM; default: SSL_CERT_FILE.")
+    ] = None,
+) -> None:
+    """Chat in the terminal with a server. FRAMEWORK_API_KEY or OPENAI_API_KEY is its key."""
+    from .chat import Chat, Server, note
+
+    alone = message is not None or not sys.stdin.isatty()
+    if message == "-" or (message is None and alone):
+        message = sys.stdin.read()
+    if message is not None and not message.strip():
+        raise InvalidRequest("message", "the message is empty")
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    with Server(url, uds, ca_file) as server:
+        server.check()
+        chat = Chat(
+            server,
+            model or server.model(),
+            system,
+            {name: value for name, value in given.items() if value is not None},
+        )
+        if message is not None:
+            chat.say(message.strip())
+        else:
+            note(f"{chat.model} at {server.url}; /help lists commands, Ctrl-D leaves")
+            chat.loop()
 
 
 def _warn() -> None:
