@@ -201,9 +201,9 @@ class Chat:
                         paper.end()
                         _explain(piece)
                         continue
-                    paper.write(kind, piece)
                     if kind == "content":
                         content.append(piece)
+                    paper.write(kind, piece)
         except ChatError:
             content.clear()
             raise
