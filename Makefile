@@ -18,7 +18,7 @@ setup: $(VENV)/.kernels
 serve: $(VENV)/.demo $(VENV)/.kernels
 	exec $(BIN)/framework serve $(ARGS)
 test: $(VENV)/.test $(VENV)/.demo $(VENV)/.kernels lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 lint: $(VENV)/.test types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

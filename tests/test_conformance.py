@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -164,11 +165,12 @@ class TestChance(SchedulerConformance):
 
 
 def pytest_in(folder: Path, *arguments: str) -> str:
-    """What a run of its own prints, with installed plugins and none of this project's settings."""
+    """What a run of its own prints, with this plugin alone of those installed and none of this project's settings."""
     (name,) = (e.value for e in importlib.metadata.entry_points(group="pytest11", name="framework"))
     assert name == "framework.testing.pytest_plugin", "an old installation: run `make setup`"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240).stdout
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", name, *arguments]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True, timeout=240).stdout
 
 
 def test_a_failure_shows_the_values_compared(tmp_path: Path) -> None:

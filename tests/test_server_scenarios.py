@@ -169,7 +169,7 @@ def test_starvation(crowd: Crowd, request: pytest.FixtureRequest) -> None:
 
     def stream(k: int) -> None:
         while not over.is_set():
-            crowd.ask("better", *[prompt(8, k)] * 8, max_tokens=3)
+            crowd.ask("better", *[prompt(8, k)] * 64, max_tokens=3)  # so many that clients need not be quick
 
     body = {"prompt": prompt(8), "n": 2, "max_tokens": 480, "ignore_eos": True, "stream": True}
     streams: list[Future[None]] = []
