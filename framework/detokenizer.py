@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 class StopMatcher:
     """Finds the stop string that ends first, over pieces of text; holds back only what may still become one.
 
+    `keep`: the text goes on to the end of the stop string, so that nothing is held back.
+
     One Knuth-Morris-Pratt automaton per stop string: the cost per character does not depend on their lengths.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
+        self._keep = keep
         self._stops = [(stop, _failure(stop)) for stop in stops]
         self._states = [0] * len(self._stops)
         self._held = ""
 
     def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
-        """(text that is certain not to be part of a stop string, the stop string that was completed or None).
+        """(text that is certain to be part of the output, the stop string that was completed or None).
 
         `may_end`: a stop string may end within `text`. Of several that end at one character the longest is found.
         After a match, nothing may be pushed any more.
@@ -51,8 +54,8 @@ class StopMatcher:
                 self._states[i] = state
             if found and may_end:
                 self._held = ""
-                return held[: end - len(found)], found
-        split = len(held) - max(self._states)
+                return held[: end if self._keep else end - len(found)], found
+        split = len(held) - (0 if self._keep else max(self._states))
         self._held = held[split:]
         return held[:split], None
 
@@ -94,7 +97,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = (), keep: Collection[str] = ()
     ) -> None:
         self._text = tokenizer.stream(prompt, params.skip_special_tokens, keep)
-        self._stops = StopMatcher(params.stop)
+        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._params = params
         self._ends = params.ends
         self._length = 0
@@ -117,8 +120,6 @@ class Detokenizer:
             out, stop = self._stops.push(text, self._count >= params.min_tokens)
             given.append(out)
             if stop is not None:
-                if params.include_stop_str_in_output:
-                    given.append(stop)
                 return Piece("".join(given), stop, i + 1, offsets)
         if finished:
             if not tokens:
@@ -128,8 +129,8 @@ class Detokenizer:
 
 
 class Delta(NamedTuple):
-    """What one `TokenOutput` adds to a sequence. `logprobs` and `offsets` cover the tokens whose text was given (all of
-    them at the end); an offset is the position in the sequence's text where the token's text begins."""
+    """What one `TokenOutput` adds to a sequence. `offsets` and, if there are any, `logprobs` cover the tokens whose text
+    was given (all of them at the end); an offset is the position in the sequence's text where the token's text begins."""
 
     text: str
     tokens: Sequence[int]
@@ -150,7 +151,8 @@ class Assembler:
         self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = (), keep: Collection[str] = ()
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, params, prompt, keep)
-        self._held: list[tuple[int, Logprobs]] = []
+        self._offsets: list[int] = []  # of tokens whose text has not been given
+        self._logprobs: list[Logprobs] = []
         self._length = 0
         self.num_tokens = 0
 
@@ -162,16 +164,18 @@ class Assembler:
         reason: int | str | None = output.stop_reason
         if piece.stop is not None:
             finish, reason = "stop", piece.stop
-        self._held += zip(piece.offsets, output.logprobs or (), strict=False)
-        ready = len(self._held)
+        self._offsets += piece.offsets
+        self._logprobs += (output.logprobs or ())[: piece.tokens]
+        ready = len(self._offsets)
         if finish is None:
-            ready = next((i for i, (offset, _) in enumerate(self._held) if offset >= self._length), ready)
-        given, self._held = self._held[:ready], self._held[ready:]
+            ready = next((i for i, offset in enumerate(self._offsets) if offset >= self._length), ready)
+        offsets, self._offsets = self._offsets[:ready], self._offsets[ready:]
+        logprobs, self._logprobs = self._logprobs[:ready], self._logprobs[ready:]
         return Delta(
             piece.text,
             output.tokens[: piece.tokens],
-            [logprobs for _, logprobs in given],
-            [min(offset, self._length) for offset, _ in given],
+            logprobs,
+            [min(offset, self._length) for offset in offsets],
             finish,
             reason,
         )

@@ -47,7 +47,8 @@ class Tokenizer:
         self._bytewise = any(name in _state(backend.decoder) for name in (b'"ByteLevel"', b'"ByteFallback"'))
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
-        self._special = {i for i, token in added.items() if token.special}
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        """Those that `skip_special_tokens` leaves out."""
         self._spelling = _spelling(backend)
 
     # Tokens
@@ -109,7 +110,7 @@ class Tokenizer:
     ) -> TokenStream:
         """A fresh incremental decoder of what follows `prompt` (whose text it does not repeat). `keep`: special tokens
         that are not skipped."""
-        kept = {id: text for text in keep if (id := self.backend.token_to_id(text)) in self._special}
+        kept = {id: text for text in keep if (id := self.backend.token_to_id(text)) in self.special_ids}
         return TokenStream(self.backend, prompt, skip_special_tokens, kept if skip_special_tokens else {})
 
     # Chat
