@@ -129,8 +129,9 @@ class Detokenizer:
 
 
 class Delta(NamedTuple):
-    """What one `TokenOutput` adds to a sequence. `offsets` and, if there are any, `logprobs` cover the tokens whose text
-    was given (all of them at the end); an offset is the position in the sequence's text where the token's text begins."""
+    """What one `TokenOutput` adds to a sequence. `offsets` and, where there are any, `logprobs` cover the tokens whose
+    text was given (all of them at the end); an offset is the position in the sequence's text where the token's text
+    begins."""
 
     text: str
     tokens: Sequence[int]

@@ -85,6 +85,8 @@ class Executor(ABC):
     spec: ModelSpec
     dtype_name: str = ""
     """Of weights and activations: a torch dtype's name."""
+    device_type: str = "cpu"
+    """A torch device's."""
     backend_name: str = ""
     threads: int = 1
     copy_rate: float = 0.0

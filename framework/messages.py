@@ -14,6 +14,19 @@ import msgspec
 from .plan import Logprobs
 from .types import Request, SamplingParams
 
+_MASK64 = 2**64 - 1
+
+
+def seed_of(seed: int, k: int) -> int:
+    """Of the k-th of several outputs that were asked for with one seed: unsigned 64 bits. The first has the seed itself
+    (finaliser of splitmix64, Steele et al. 2014)."""
+    if not k:
+        return seed & _MASK64
+    z = (seed * 0xD1342543DE82EF95 + k * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK64
+    return z ^ z >> 31
+
 
 class Add(msgspec.Struct, tag="add", array_like=True):
     """A new request, or `n` that share one prompt. `arrival` is when the server received it; `trace` is the traceparent
@@ -180,6 +193,8 @@ class EngineInfo(msgspec.Struct):
     """Those that the engine's threads keep to, ascending."""
     overlap: bool = False
     """Whether a step is planned while the one before runs."""
+    device_type: str = "cpu"
+    """A torch device's; `device` is its readable name."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

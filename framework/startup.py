@@ -71,6 +71,7 @@ def build_engine(
         architecture=spec.architecture,
         dtype=executor.dtype_name,
         device=capacity.device,
+        device_type=executor.device_type,
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         max_model_len_reason=reason,

@@ -56,7 +56,8 @@ class TorchExecutor(Executor):
 
     With two plans in flight, what one has sampled stays on the device, where the next one's inputs take it from.
 
-    After `start`: `spec`, `backend`, `model`, `cache_spec`, `dtype_name`, `device_name`, `threads`, `backend_name`.
+    After `start`: `spec`, `backend`, `model`, `cache_spec`, `dtype_name`, `device_type`, `device_name`, `threads`,
+    `backend_name`.
     A step that raises leaves everything known of the requests in place; whoever ran is expected again in `Plan.new`.
     """
 
@@ -97,7 +98,7 @@ class TorchExecutor(Executor):
             raise ModelError(f"{self.checkpoint.path}: config.json names no architecture (key 'architectures')")
         self.spec = model_class(self.plugins, settings, architecture).spec(config)
         dtype = resolve_dtype(settings.dtype, self.device.torch)
-        self.dtype_name = _name(dtype)
+        self.dtype_name, self.device_type = _name(dtype), self.device.torch.type
         call, known = self.plugins.call, {"dtype": dtype, "device": self.device.torch}
         self.backend = call("kernel_backend", KernelBackend, settings=settings, spec=self.spec, **known)
         self.backend_name = self.backend.name

@@ -15,7 +15,7 @@ from structlog.contextvars import bind_contextvars
 from framework import EngineDead, PluginError, __version__
 from framework.registry import Plugins
 
-from . import errors, openai, operations, reference, tokens
+from . import errors, openai, operations, reference, tgi, tokens
 from .body import LimitedBody
 from .fields import REQUEST_ID
 from .generation import Serving
@@ -23,8 +23,14 @@ from .keys import Authentication, Keys
 from .proxy import Prefixed
 
 
+def spelling(path: str) -> errors.Spelling:
+    """See `errors.Spellings`."""
+    return tgi.spell if path in tgi.PATHS else openai.spell
+
+
 class RequestIds:
-    """Wraps the application: notes when a request came, honours or mints its X-Request-Id, binds that to log lines."""
+    """Wraps the application: notes when a request came and how to spell errors for it, honours or mints its
+    X-Request-Id, binds that to log lines."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -37,7 +43,7 @@ class RequestIds:
         named = REQUEST_ID.fullmatch(given) is not None
         id = given if named else secrets.token_hex(12)
         state = scope.setdefault("state", {})
-        state.update(start=time.monotonic_ns(), request_id=id, named=named)
+        state.update(start=time.monotonic_ns(), request_id=id, named=named, spell=spelling(scope["path"]))
         bind_contextvars(request_id=id)
 
         async def with_id(message: Message) -> None:
@@ -76,7 +82,8 @@ def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> 
     reference.install(app)
     app.include_router(operations.router(serving))
     app.include_router(tokens.router(serving))
-    app.include_router(openai.router(serving))  # other dialects: one module with a `router` each, beside this one
+    app.include_router(openai.router(serving))
+    app.include_router(tgi.router(serving))  # other dialects: one module with a `router` each, beside these two
     try:
         for items in plugins.call("routes", client=client):
             for item in items:
@@ -92,5 +99,7 @@ def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> 
     except Exception as error:  # a plugin may have given anything
         plugin = plugins.blame("routes", error)
         raise PluginError(f"plugin {plugin!r}: routes: {type(error).__name__}: {error}", plugin) from error
-    limited = LimitedBody(Prefixed(app))
-    return RequestIds(Authentication(limited, keys) if keys else limited)  # outermost, so that every answer has an id
+    inner: ASGIApp = LimitedBody(Prefixed(app))
+    if keys:
+        inner = Authentication(inner, keys, spelling)
+    return RequestIds(inner)  # outermost, so that every answer has an id

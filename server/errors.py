@@ -64,6 +64,8 @@ class Problem(NamedTuple):
 
 Spelling = Callable[[Problem], tuple[int, Any]]
 """How a dialect says it: (HTTP status, what becomes the JSON body or the data of an event)."""
+Spellings = Callable[[str], Spelling]
+"""The dialect of those who ask for a path, whatever becomes of their request."""
 
 
 def problem(error: BaseException) -> Problem:
@@ -117,7 +119,7 @@ def _invalid(error: RequestValidationError) -> tuple[str, str | None]:
 
 
 def install(app: FastAPI, default: Spelling) -> None:
-    """Make `app` answer every error as its route spells it (see `JsonRoute`), elsewhere as `default` does.
+    """Make `app` answer every error as `request.state.spell` spells it (see `JsonRoute`), or else as `default` does.
 
     Unexpected ones are logged with their traceback by the server.
     """

@@ -12,14 +12,21 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     WithJsonSchema,
 )
 from pydantic_core import CoreSchema, core_schema
 
-from .limits import MAX_REQUEST_ID
+from framework.inputs import MAX_NAME
 
+from .limits import MAX_REQUEST_ID, MAX_USER
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_NAME = WithJsonSchema({"type": "string", "maxLength": MAX_NAME})
+_USER = {"anyOf": [{"type": "string", "maxLength": MAX_USER}, {"type": "null"}]}
 REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
 
 
@@ -79,6 +86,62 @@ class Only:
         if value is not None and not any(value == one and type(value) is type(one) for one in self._neutral):
             raise ValueError(f"{self._why}; leave it out")
         return value
+
+
+def valid_text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be valid Unicode, without lone surrogates") from None
+    return value
+
+
+def _user(value: object) -> object:
+    if isinstance(value, str) and len(valid_text(value)) > MAX_USER:
+        raise ValueError(f"at most {MAX_USER} characters, got {len(value)}")
+    return value
+
+
+def limited(least: int, most: int) -> BeforeValidator:
+    """The length of a list, before any of its elements is looked at."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list) and not least <= len(value) <= most:
+            raise ValueError(f"must have {least} to {most} elements, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class Sender(Body):
+    """Who asks, and what concerns the way to the engine: alike in every dialect."""
+
+    request_id: RequestId | None = None
+    """Instead of the X-Request-Id, where there is no such header."""
+    priority: Int64 | None = None
+    """Lower is sooner. Refused where the scheduler would ignore it."""
+    tenant: Annotated[str, _NAME] | None = None
+    """Whose share of the service this counts against; left out: `user`, or else the API key. With keys of
+    the server's: only the key's name."""
+    user: Annotated[str | None, BeforeValidator(_user), WithJsonSchema(_USER)] = None
+    cache_salt: Annotated[str, _NAME] | None = None
+    """Only requests with the same salt share cached prefixes."""
+    extra: dict[str, Any] | None = None
+    """Passed on to plugins: they read it as `Request.extra`."""
+
+    def sender(self) -> dict[str, Any]:
+        """As fields of `Ask`."""
+        return {
+            "priority": self.priority or 0,
+            "tenant": self.tenant or "",
+            "cache_salt": self.cache_salt or "",
+            "extra": self.extra,
+            "user": self.user or "",
+        }
 
 
 class Absent(BaseModel):

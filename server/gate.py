@@ -8,9 +8,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .app import RequestIds
+from .app import RequestIds, spelling
 from .errors import Problem
-from .openai import spell
 from .protocol import PROBES
 
 
@@ -43,7 +42,7 @@ class Gate:
         if scope["path"] not in PROBES:
             await self._decided.wait()
         if self._app is None:
-            status, body = spell(Problem(503, self._why))
+            status, body = spelling(scope["path"])(Problem(503, self._why))
             await RequestIds(Response(msgspec.json.encode(body), status, None, "application/json"))(
                 scope, receive, send
             )

@@ -82,6 +82,8 @@ class Ask(NamedTuple):
     log-probability, the best first."""
     truncate: Cut | None = None
     """What is left of longer prompts; errors call it "truncate". `Generation.cut` has it for `InputProcessor`."""
+    usual_tokens: int | None = None
+    """max_tokens of those who give none, or less where less fits; None: what fits."""
     score: bool = False
     """Generate nothing: the prompt's log-probabilities are wanted. The engine's one token is dropped."""
     keep: Collection[str] = ()
@@ -208,7 +210,8 @@ class Generation:
         if ask.truncate is not None:
             with _naming(ask):
                 self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens"))
-        ids = await tokenize()
+        with _naming(ask):
+            ids = await tokenize()
         words = sum(map(len, ask.fields.get("bad_words", ())))  # to be tokenised, too
         prompts = self._prompts(ask, ids) if words <= INLINE_TEXT else await asyncio.to_thread(self._prompts, ask, ids)
         every = [prompt for prompt in prompts for _ in range(prompt.n)]
@@ -278,6 +281,9 @@ class Generation:
     def _prompts(self, ask: Ask, every: Sequence[list[int]]) -> list[Prompt]:
         inputs = self.serving.inputs
         fields = {**ask.fields, "max_tokens": 1} if ask.score else ask.fields
+        if ask.usual_tokens is not None:
+            room = inputs.info.max_model_len - max(map(len, every))
+            fields = {"max_tokens": min(room, ask.usual_tokens), **fields}
         with _naming(ask):
             params = inputs.complete(inputs.params(fields), *every)
             scored = 0 if params.prompt_logprobs is None else sum(map(len, every)) * (1 + params.prompt_logprobs)

@@ -17,10 +17,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from framework import ConfigError
 from framework.settings import API_KEY, variable
 
+from .errors import Problem, Spellings
 from .limits import MAX_KEY, MAX_KEY_FILE, MAX_USER
 
 OPEN = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
 """Paths that need no key: what asks for them are probes and gateways, which have none."""
+_UNKNOWN = "this API key is not known here"
+_MISSING = "an API key is needed: send Authorization: Bearer KEY"
+_CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _NAME = re.compile(rf"[\w.@-]{{1,{MAX_USER}}}")
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY}}}")
 
@@ -117,16 +121,20 @@ class Authentication:
     """Wraps the application, routes of plugins included: who brings no key gets a 401, and the others their name as
     `tenant` in the request's state."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, spelling: Spellings) -> None:
         self._app = app
         self._keys = keys
+        self._spelling = spelling
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and scope["path"] not in OPEN:
             key = bearer(scope)
             name = None if key is None else self._keys.name(key)
             if name is None:
-                await _unauthorized(key is not None)(scope, receive, send)
+                message = _UNKNOWN if key is not None else _MISSING
+                status, body = self._spelling(scope["path"])(Problem(401, message))
+                answer = Response(msgspec.json.encode(body), status, _CHALLENGE, "application/json")
+                await answer(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = name
         await self._app(scope, receive, send)
@@ -148,11 +156,3 @@ def caller(request: Request) -> str:
         return tenant
     key = bearer(request.scope)
     return "" if key is None else "key-" + hashlib.blake2b(key, digest_size=8).hexdigest()
-
-
-def _unauthorized(given: bool) -> Response:
-    """In OpenAI's words, which its clients know."""
-    message = "this API key is not known here" if given else "an API key is needed: send Authorization: Bearer KEY"
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
-    headers = {"WWW-Authenticate": "Bearer"}
-    return Response(msgspec.json.encode({"error": error}), 401, headers, "application/json")

@@ -42,6 +42,12 @@ MAX_DOCUMENTS = 1024
 """`documents`: templates render each in Python."""
 MAX_REQUEST_ID = 128
 """Characters of a request's id: it is in every line of the log."""
+MAX_STOP_SEQUENCES = 4
+"""`stop` in TGI's dialect: that and the next two are TGI's own limits, which /info tells."""
+MAX_BEST_OF = 2
+MAX_TOP_TOKENS = 5
+MAX_NEW_TOKENS = 1024
+"""`max_new_tokens` where none is given, as in TGI; less where less fits. A model need not come to an end by itself."""
 MAX_USER = 256
 """Characters of `user`: policies and metrics use it as a key."""
 MAX_EXTRA = 64 * 2**10

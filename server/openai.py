@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http.client import responses
 from typing import Any
 
@@ -39,6 +39,9 @@ ABSENT = (
 def spell(problem: Problem) -> tuple[int, dict[str, Any]]:
     """{"error": {message, type, param, code}}."""
     status, message, field, _ = problem
+    if status == 401:  # what clients look for
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
+        return status, {"error": error}
     kind = responses.get(status, "").replace(" ", "").replace("-", "")
     kind = kind.removesuffix("Error") + "Error"
     return status, {"error": {"message": message, "type": kind, "param": field, "code": status}}
@@ -127,6 +130,9 @@ class _Reply:
         elif self.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def headers(self) -> Mapping[str, str]:
+        return {}
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[dict[str, Any]]:
         return map(self._chunk, self.deltas(choice, delta))

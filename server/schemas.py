@@ -12,9 +12,22 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from framework import InvalidRequest, SamplingParams
 from framework.errors import brief
-from framework.inputs import MAX_NAME, Cut
+from framework.inputs import Cut
 
-from .fields import Absent, AbsentOfChats, AbsentOfCompletions, Count, Only, RequestId, Whether, integer, number
+from .fields import (
+    Absent,
+    AbsentOfChats,
+    AbsentOfCompletions,
+    Body,
+    Count,
+    Only,
+    Sender,
+    Whether,
+    integer,
+    limited,
+    number,
+    valid_text,
+)
 from .generation import Ask
 from .limits import (
     MAX_ALLOWED,
@@ -29,15 +42,12 @@ from .limits import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
     MAX_TOKENS,
-    MAX_USER,
 )
 from .tools import ToolFields, as_template, shown
 
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _RESERVED = {"self", "messages", "add_generation_prompt", "continue_final_message"}
 _MOST = SamplingParams.MAX_LOGPROBS
 TokenId = Annotated[int, integer(minimum=0)]
-_NAME = WithJsonSchema({"type": "string", "maxLength": MAX_NAME})
 
 # How the API's schema says what functions here check
 _NULL = {"type": "null"}
@@ -60,7 +70,6 @@ _BIASES = {
         _NULL,
     ]
 }
-_USER = {"anyOf": [{"type": "string", "maxLength": MAX_USER}, _NULL]}
 _KEPT = {"type": "integer", "anyOf": [{"const": -1}, {"minimum": 1}]}
 _PART = {
     "type": "object",
@@ -70,28 +79,20 @@ _PART = {
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, _NULL]}
 
 
-def _text(value: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError("must be valid Unicode, without lone surrogates") from None
-    return value
-
-
 def _is_tokens(value: object) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}  # bool is not among them
 
 
 def _prompts(value: object) -> list[str | list[int]]:
     if isinstance(value, str):
-        return [_text(value)]
+        return [valid_text(value)]
     if isinstance(value, list) and value:
         if _is_tokens(value):
             return [value]
         if len(value) > MAX_SEQUENCES:
             raise ValueError(f"at most {MAX_SEQUENCES} prompts in one request, got {len(value)}")
         if all(isinstance(item, str) for item in value):
-            return [_text(item) for item in value]
+            return [valid_text(item) for item in value]
         if all(_is_tokens(item) for item in value):
             return value
     raise ValueError("must be a string, a list of token ids, or a list of either, and not empty")
@@ -105,7 +106,7 @@ def _stops(value: object) -> object:
         raise ValueError("must be a string or a list of strings")
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
         raise ValueError(f"must have at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters")
-    return [_text(stop) for stop in stops]
+    return [valid_text(stop) for stop in stops]
 
 
 def _bias(value: object) -> object:
@@ -123,7 +124,7 @@ def _bias(value: object) -> object:
 def _content(value: object) -> str | None:
     """Text, or text parts joined by newlines."""
     if value is None or isinstance(value, str):
-        return value if value is None else _text(value)
+        return value if value is None else valid_text(value)
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
         raise ValueError("must be a string or a list of parts")
     for part in value:
@@ -132,39 +133,18 @@ def _content(value: object) -> str | None:
             raise ValueError(f"parts of type {kind} are not supported: this server reads parts of type 'text' only")
         if not isinstance(part.get("text"), str):
             raise ValueError("parts of type 'text' must have a string as their 'text'")
-    return "\n".join(_text(part["text"]) for part in value)
+    return "\n".join(valid_text(part["text"]) for part in value)
 
 
-def _user(value: object) -> object:
-    if isinstance(value, str) and len(_text(value)) > MAX_USER:
-        raise ValueError(f"at most {MAX_USER} characters, got {len(value)}")
-    return value
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD), AfterValidator(valid_text)]
 
 
-def _limited(least: int, most: int) -> BeforeValidator:
-    """The length of a list, before any of its elements is looked at."""
-
-    def check(value: object) -> object:
-        if isinstance(value, list) and not least <= len(value) <= most:
-            raise ValueError(f"must have {least} to {most} elements, got {len(value)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD), AfterValidator(_text)]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Absent, _Body):
+class GenerationRequest(Absent, Sender):
     """What both routes share."""
 
     model: str | None = None
@@ -184,33 +164,21 @@ class GenerationRequest(Absent, _Body):
     frequency_penalty: Annotated[float, number(minimum=-2, maximum=2)] | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema(_BIASES)] = None
     stop: Annotated[list[str] | None, BeforeValidator(_stops), WithJsonSchema(_STOPS)] = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _limited(0, MAX_STOP_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), limited(0, MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     """Without effect: what stands between special tokens is the tokenizer's own to say."""
     add_special_tokens: bool | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _limited(1, MAX_ALLOWED)] | None = None
-    bad_words: Annotated[list[_BadWord], Field(fail_fast=True), _limited(0, MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True), limited(1, MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[_BadWord], Field(fail_fast=True), limited(0, MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Annotated[int, integer(minimum=0, maximum=_MOST)] | None = None
     truncate_prompt_tokens: Annotated[int, WithJsonSchema(_KEPT)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    request_id: RequestId | None = None
-    """Instead of the X-Request-Id, where there is no such header."""
-    priority: Int64 | None = None
-    """Lower is sooner. Refused where the scheduler would ignore it."""
-    tenant: Annotated[str, _NAME] | None = None
-    """Whose share of the service this counts against; left out: `user`, or else the API key. With keys of
-    the server's: only the key's name."""
-    user: Annotated[str | None, BeforeValidator(_user), WithJsonSchema(_USER)] = None
-    cache_salt: Annotated[str, _NAME] | None = None
-    """Only requests with the same salt share cached prefixes."""
-    extra: dict[str, Any] | None = None
-    """Passed on to plugins: they read it as `Request.extra`."""
 
     def check(self) -> None:
         """What types cannot say. Raises `InvalidRequest`."""
@@ -241,14 +209,10 @@ class GenerationRequest(Absent, _Body):
         return Ask(
             self.sampling(),
             self.n or 1,
-            self.priority or 0,
-            self.tenant or "",
-            self.cache_salt or "",
-            self.extra,
-            {"truncate": "truncate_prompt_tokens"},
-            self.user or "",
+            names={"truncate": "truncate_prompt_tokens"},
             best_of=self.best_of or 0,
             truncate=None if keep is None else Cut(keep, self.truncation_side or "left"),
+            **self.sender(),
         )
 
 
@@ -289,16 +253,16 @@ class ChatMessage(BaseModel):
     content: Annotated[str | None, PlainValidator(_content), WithJsonSchema(_CONTENT)] = None
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True), _limited(1, MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True), limited(1, MAX_MESSAGES)]
 
 
-class Chat(_Body):
+class Chat(Body):
     """What becomes a prompt through the chat template."""
 
     messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True), _limited(0, MAX_DOCUMENTS)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True), limited(0, MAX_DOCUMENTS)] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template; `documents` and `reasoning_effort` are such, too."""
@@ -406,7 +370,7 @@ class TokenizeRequest(ChatTokenizeRequest):
     """Of a prompt or of messages."""
 
     messages: Messages | None = None  # type: ignore[assignment]
-    prompt: Annotated[str, AfterValidator(_text)] | None = None
+    prompt: Annotated[str, AfterValidator(valid_text)] | None = None
     add_special_tokens: bool | None = None
     """Left out: true for a prompt, false for a chat, whose template has its own."""
     return_token_strs: bool | None = None
@@ -419,10 +383,10 @@ class TokenizeRequest(ChatTokenizeRequest):
             raise InvalidRequest("messages", "messages and prompt exclude one another; leave out one of them")
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True), _limited(0, MAX_TOKENS)]
+    tokens: Annotated[list[int], Field(fail_fast=True), limited(0, MAX_TOKENS)]
 
 
-class AbortRequest(_Body):
-    request_ids: Annotated[list[str], Field(fail_fast=True), _limited(0, MAX_SEQUENCES)]
+class AbortRequest(Body):
+    request_ids: Annotated[list[str], Field(fail_fast=True), limited(0, MAX_SEQUENCES)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
@@ -44,6 +44,9 @@ class Dialect(Protocol):
 
     def body(self) -> Any:
         """The whole response, once everything is generated."""
+
+    def headers(self) -> Mapping[str, str]:
+        """Further headers: of a stream at its start, else once there is the body."""
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[Any]:
         """What to send for one piece."""
@@ -101,13 +104,17 @@ class Reply(Response):
         begin = time.monotonic_ns()
         body = await self._spelt(lambda: _encode(self._dialect.body()), self._generation.choices)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._start(headers, send)
         await send({"type": "http.response.body", "body": body})
         self._generation.record.stages.append(("http.send", begin, time.monotonic_ns()))
 
+    async def _start(self, headers: Iterable[tuple[bytes, bytes]], send: Send) -> None:
+        more = [(name.encode(), value.encode()) for name, value in self._dialect.headers().items()]
+        await send({"type": "http.response.start", "status": 200, "headers": [*headers, *more]})
+
     async def _stream(self, news: AsyncIterator[list[tuple[Choice, Delta]]], send: Send) -> None:
         pieces = await anext(news)
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._start(_HEADERS, send)
         try:
             while pieces:
                 begin = time.monotonic_ns()

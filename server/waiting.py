@@ -20,7 +20,7 @@ class Waiting:
     def __init__(self, max_requests: int, max_tokens: int | None) -> None:
         self.tokens = 0
         self._tokens: dict[str, int] = {}
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._max_tokens = max_tokens
 
     def __len__(self) -> int:
@@ -30,8 +30,8 @@ class Waiting:
         """Raise `Rejected` unless there is room for so many more."""
         if not self._tokens:
             return
-        if len(self) + requests > self._max_requests:
-            limit, waits = f"--max-queued-requests {self._max_requests}", f"{len(self)} requests"
+        if len(self) + requests > self.max_requests:
+            limit, waits = f"--max-queued-requests {self.max_requests}", f"{len(self)} requests"
         elif self._max_tokens is not None and self.tokens + tokens > self._max_tokens:
             limit, waits = f"--max-queued-tokens {self._max_tokens}", f"{self.tokens} tokens"
         else:

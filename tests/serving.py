@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from framework.server import tgi_schemas
 from framework.server.app import create_app
 from framework.server.calls import select_parser
 from framework.server.client import EngineClient
@@ -21,6 +22,7 @@ from framework.server.generation import Serving
 from framework.server.keys import Keys
 from framework.server.main import bind
 from framework.server.protocol import http_config
+from pydantic import ConfigDict, TypeAdapter
 
 from framework import Delivery, ResponseRecord, hookimpl
 from framework.checkpoint import open_checkpoint
@@ -182,3 +184,32 @@ def check_error(response: httpx.Response, status: int, param: str | None) -> str
     assert (error["param"], error["code"]) == (param, status)
     assert error["message"] and "Traceback" not in error["message"]
     return str(error["message"])
+
+
+# What clients of the TGI routes check
+
+
+def checked(shape: Any, value: Any) -> Any:
+    """`value`, which has the fields of the documented shape, and no others."""
+    if isinstance(shape, type):
+        shape.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
+    TypeAdapter(shape).validate_python(value)
+    return value
+
+
+def tgi_events(response: httpx.Response) -> list[Any]:
+    """Data of all events: nothing else is in the stream, and nothing ends it."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"
+    lines = response.text.split("\n\n")
+    assert lines.pop() == ""
+    return [checked(tgi_schemas.StreamResponse, json.loads(line.removeprefix("data: "))) for line in lines]
+
+
+def check_tgi_error(response: httpx.Response, status: int, kind: str, message: str) -> str:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json" and len(response.content) < 4000
+    error = checked(tgi_schemas.ErrorResponse, response.json())
+    assert error["error_type"] == kind and message in error["error"] and "Traceback" not in error["error"]
+    return str(error["error"])

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,9 @@ class Dialect:
 
     def body(self) -> Any:
         return ["".join(choice.text) for choice in self.generation.choices]
+
+    def headers(self) -> Mapping[str, str]:
+        return {"x-dialect": "own"}
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[Any]:
         yield {"piece": delta.text}

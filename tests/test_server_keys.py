@@ -16,6 +16,7 @@ import openai
 import pytest
 from echo_engine import EchoProcess
 from fastapi import APIRouter
+from framework.server import tgi
 from framework.server.keys import OPEN, Keys
 from serving import Running, check_error, eventually, running
 
@@ -137,6 +138,9 @@ def check_closed(response: httpx.Response, message: str) -> None:
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer" and response.headers["x-request-id"]
     error = response.json()["error"]
+    if response.url.path in tgi.PATHS:
+        assert response.json() == {"error": error, "error_type": "unauthorized"} and message in error
+        return
     assert error == {
         "message": error["message"],
         "type": "invalid_request_error",
@@ -147,7 +151,16 @@ def check_closed(response: httpx.Response, message: str) -> None:
 
 
 def test_every_route_needs_a_key_but_the_probes(server: Running) -> None:
-    paths = ["/v1/models", "/v1/completions", "/v1/chat/completions", "/docs", "/openapi.json", "/added", "/none", "/"]
+    paths = [
+        "/v1/models",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/docs",
+        "/openapi.json",
+        "/added",
+        "/none",
+        *tgi.PATHS,
+    ]
     odd = ["/health/", "//health", "/health/../v1/models", "/HEALTH", "/metrics%2f..%2fv1/models"]
     for path in [*paths, *odd]:
         for method in ("GET", "POST", "OPTIONS", "HEAD"):
