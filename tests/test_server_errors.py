@@ -193,10 +193,10 @@ def test_bad_bodies(server: Running, body: bytes, message: str) -> None:
 
 def test_problems_are_in_the_words_of_json(server: Running) -> None:
     body: dict[str, Any] = {"messages": [], "temperature": [], "n": 999, "extra": 1, "stream": "yes"}
-    message = check_error(server.post("/v1/chat/completions", **body), 400, "stream")
+    message = check_error(server.post("/v1/chat/completions", **body), 400, "extra")
     assert message == (
-        "stream: must be true or false, got 'yes'; n: must be less than or equal to 128, got 999; "
-        "temperature: must be a number, got []; extra: must be an object, got 1; "
+        "extra: must be an object, got 1; stream: must be true or false, got 'yes'; "
+        "n: must be less than or equal to 128, got 999; temperature: must be a number, got []; "
         "messages: must have 1 to 4096 elements, got 0"
     )
 
