@@ -26,12 +26,15 @@ from framework.errors import brief
 from .limits import MAX_INPUT, MAX_TOOL_BYTES, MAX_TOOL_CALLS, MAX_TOOLS
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAMES = {"type": "string", "pattern": f"^{_NAME.pattern}$"}
+_OBJECTS = {"type": "object", "properties": {"type": {"const": "object"}}}
+_COUNT = Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)
 _CHOICES = ("none", "auto", "required")
 _FUNCTION = {
     "type": "object",
     "properties": {
         "type": {"const": "function"},
-        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        "function": {"type": "object", "properties": {"name": _NAMES}, "required": ["name"]},
     },
     "required": ["type", "function"],
 }
@@ -46,8 +49,8 @@ def _name(value: str) -> str:
     return value
 
 
-def _parameters(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    if value is not None and value.get("type", "object") != "object":
+def _parameters(value: dict[str, Any]) -> dict[str, Any]:
+    if value.get("type", "object") != "object":
         raise ValueError("must be the schema of an object: {'type': 'object', 'properties': ...}")
     return value
 
@@ -57,9 +60,9 @@ class Function(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    name: Annotated[str, AfterValidator(_name)]
+    name: Annotated[str, AfterValidator(_name), WithJsonSchema(_NAMES)]
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(_parameters)] = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_parameters), WithJsonSchema(_OBJECTS)] | None = None
     strict: bool | None = None
 
     def wanted(self, strict: bool) -> dict[str, Any]:
@@ -131,7 +134,7 @@ def _choice(value: object) -> ToolChoice | None:
 class ToolFields(BaseModel):
     """The fields of a chat request that are about tools."""
 
-    tools: Annotated[list[Tool], Field(fail_fast=True), BeforeValidator(_sized), AfterValidator(_unique)] | None = None
+    tools: Annotated[list[Tool], _COUNT, BeforeValidator(_sized), AfterValidator(_unique)] | None = None
     tool_choice: Annotated[
         ToolChoice | None,
         PlainValidator(_choice),

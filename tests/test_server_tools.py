@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import tokenizers
 from echo_engine import EchoProcess
+from framework.server.calls import select_parser
 from framework.server.limits import MAX_TOOL_BYTES, MAX_TOOLS
 from serving import Running, check_error, events, running
 
-from framework import Parsing, Provider, ToolParser, hookimpl
+from framework import ConfigError, Parsing, PluginError, Provider, ToolParser, hookimpl
+from framework.checkpoint import open_checkpoint
+from framework.registry import load_plugins
 from framework.settings import Settings
 
 ECHO = "{# {{ tools }} #}{% if tools %}{% endif %}{{ messages[0].content }}"
@@ -413,3 +416,28 @@ def test_deep_tools(hermes: Running) -> None:
     headers = {"Content-Type": "application/json"}
     response = hermes.http.post("/v1/chat/completions", content=body, headers=headers)
     assert response.status_code == 400
+
+
+class Moody(ToolParser):
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        raise KeyError("mood")
+
+
+def test_parsers_that_cannot_be_had(tiny_llama: Path) -> None:
+    plugins = load_plugins([("more", Plugin())])
+    tokenizer = open_checkpoint(Settings(model=str(tiny_llama)), plugins).tokenizer()
+    with pytest.raises(ConfigError, match=r"^--tool-parser nope: no such tool_parser; available: hermes, "):
+        select_parser(Settings(tool_parser="nope"), plugins, tokenizer)
+    with pytest.raises(PluginError, match="'wrong': its factory gave 7"):
+        select_parser(Settings(tool_parser="wrong"), plugins, tokenizer)
+    plugins = load_plugins()
+    plugins.add(Moods(), "moods")
+    with pytest.raises(PluginError, match="tool_parser 'moody': fits: KeyError: 'mood'"):
+        select_parser(Settings(), plugins, tokenizer)
+
+
+class Moods:
+    @hookimpl
+    def providers(self) -> list[Provider]:
+        return [Provider("tool_parser", "moody", lambda: Moody)]

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_docs import ROOT, code_blocks
 
-from framework import Parsing, ToolParser
+from framework import Parsing, ToolDelta, ToolParser
 from framework.registry import load_plugins
 from framework.settings import Settings
 from framework.testing import ToolParserConformance
@@ -36,6 +37,16 @@ class TestHermesArgumentsFirst(TestHermes):
 
     def test_calls_come_early(self) -> None:
         pass
+
+
+class TestHermesArray(ToolParserConformance):
+    """As SmolLM2 writes it."""
+
+    provider = "hermes"
+
+    def spell(self, calls: Sequence[Call]) -> str:
+        written = ", ".join(f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls)
+        return f"<tool_call>[{written}]</tool_call>"
 
 
 class TestMistralArray(ToolParserConformance):
@@ -77,27 +88,82 @@ class TestLlamaTag(ToolParserConformance):
         )
 
 
-class Tagged(ToolParser):
-    """<function=add>{"a": 1}</function>"""
-
-    markers = ("<function=", "</function>")
-
-    def parse(self) -> Parsing[None]:
-        while (yield from self.until("<function=")):
-            name = yield from self.word()
-            if (yield from self.skip(">")) and self.begin(name):
-                yield from self.arguments()
-                yield from self.skip("</function>")
+def documented() -> Any:
+    (block,) = (block for block in code_blocks(ROOT / "docs/plugins.md", "python") if "ToolParser" in block)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return names["providers"]()[0].factory()
 
 
 class TestTagged(ToolParserConformance):
-    """Of a plugin: what a call is need not be JSON."""
+    """Of a plugin, the documentation's: what a call is need not be JSON."""
 
     def parser(self, names: Sequence[str]) -> ToolParser:
-        return Tagged(names)
+        parser: ToolParser = documented()(names)
+        return parser
 
     def spell(self, calls: Sequence[Call]) -> str:
         return "\n".join(f"<function={name}>{arguments}</function>" for name, arguments in calls)
+
+
+# The kit can fail
+
+TAG = "<tool_call>"
+
+
+class Patient(ToolParser):
+    """Waits for the end of a call."""
+
+    def parse(self) -> Parsing[None]:
+        while (yield from self.until(TAG)):
+            written = json.loads((yield from self.value()) or "{}")
+            if self.begin(written.get("name", "")):
+                self._argue(json.dumps(written["arguments"], ensure_ascii=False))
+                yield from self.skip("</tool_call>")
+
+
+class Trusting(ToolParser):
+    """Takes every object for a call."""
+
+    def parse(self) -> Parsing[None]:
+        while (yield from self.until("{")):
+            self._text = "{" + self._text
+            if not (yield from self.call()):
+                self._held.clear()
+
+
+class Hasty(ToolParser):
+    """Looks for markers in each piece by itself."""
+
+    def push(self, text: str) -> list[ToolDelta]:
+        before, marker, rest = text.partition(TAG)
+        if not marker:
+            self._give(text, None)
+            return self._take()
+        self._give(before, None)
+        self._text += rest
+        return super().push("")
+
+    def parse(self) -> Parsing[None]:
+        yield from self.call()
+
+
+BROKEN = {
+    Patient: ["test_calls_come_early", "test_any_text"],
+    Trusting: ["test_unknown_tools_are_content", "test_text_is_left_alone"],
+    Hasty: ["test_calls"],
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+def test_a_broken_parser_fails(kind: type[ToolParser]) -> None:
+    class Suite(TestHermes):
+        def parser(self, names: Sequence[str]) -> ToolParser:
+            return kind(names)
+
+    for check in BROKEN[kind]:
+        with pytest.raises((AssertionError, ValueError)):
+            getattr(Suite(), check)()
 
 
 # What families write

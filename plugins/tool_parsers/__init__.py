@@ -28,7 +28,9 @@ def _mistral() -> type[ToolParser]:
 @hookimpl
 def providers() -> Iterable[Provider]:
     return [
-        Provider("tool_parser", "hermes", _hermes, summary="<tool_call>{...}</tool_call>: Hermes, Qwen 2.5 and 3"),
+        Provider(
+            "tool_parser", "hermes", _hermes, summary="<tool_call>{...}</tool_call>: Hermes, Qwen 2.5 and 3, SmolLM2"
+        ),
         Provider("tool_parser", "mistral", _mistral, summary="[TOOL_CALLS], with an array or with name[ARGS]{...}"),
         Provider("tool_parser", "llama3_json", _llama3_json, summary="a bare JSON object: Llama 3.1, 3.2 and 3.3"),
     ]

@@ -1,4 +1,4 @@
-"""Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, and text around it."""
+"""Hermes, Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>; SmolLM2: an array of such objects there."""
 
 from __future__ import annotations
 
@@ -21,5 +21,9 @@ class Hermes(ToolParser):
 
     def parse(self) -> Parsing[None]:
         while (yield from self.until("<tool_call>")):
-            if (yield from self.call()):
-                yield from self.skip("</tool_call>")
+            several = yield from self.skip("[")
+            while (yield from self.call()) and several and (yield from self.skip(",")):
+                pass
+            if several:
+                yield from self.skip("]")
+            yield from self.skip("</tool_call>")
