@@ -1,5 +1,6 @@
 """Thousands of requests on a pool of 64 blocks, everything at once: priorities, shared prefixes, n, a tiny swap space,
-and in half of the runs clients that leave. What each run has to have met is asserted: none passes by luck.
+log-probabilities of prompts, and in half of the runs clients that leave. What each run has to have met is asserted:
+none passes by luck.
 
 Without a model by the thousands; and hundreds with one, whose executor runs every plan beside the one that checks it.
 """
@@ -73,7 +74,8 @@ def soak(h: Harness, rng: Random, requests: int, aborts: bool, **params: Any) ->
             n = rng.choice((1, 1, 1, 1, 2, 3))
             longest = 20 * block_size - len(prompt)
             max_tokens = rng.choice((1, rng.randint(1, 2 * block_size), rng.randint(1, longest)))
-            assert h.add(f"r{count}", prompt, max_tokens, rng.randint(-3, 3), n=n, **params) is None
+            scores = {"prompt_logprobs": TOP} if count % 9 == 0 else {}
+            assert h.add(f"r{count}", prompt, max_tokens, rng.randint(-3, 3), n=n, **params, **scores) is None
             count += n
         if aborts and rng.random() < 0.1:
             h.abort(rng.choice(list(h.engine.requests)))
@@ -102,6 +104,7 @@ def test_soak(in_flight: int, block_size: int, aborts: bool) -> None:
     stats = soak(h, rng, 2000, aborts)
     for id, output in h.outputs.items():
         assert output == h.alone(id)[: len(output)]
+        h.check_scores(id)
     assert stats.preemptions_swap >= 100
     assert stats.preemptions_recompute >= 100
     assert stats.prefix_hits >= 100
@@ -135,7 +138,10 @@ class Modelled:
             for id, some in self._result.logprobs.items():
                 self.logprobs.setdefault(id, []).extend(some)
             checked = CheckingExecutor.submit(self._checking, plan).result()
-            return replace(checked, logprobs=self._result.logprobs)
+            assert {id: len(some) for id, some in checked.prompt_logprobs.items()} == {
+                id: len(some) for id, some in self._result.prompt_logprobs.items()
+            }
+            return replace(checked, logprobs=self._result.logprobs, prompt_logprobs=self._result.prompt_logprobs)
 
         later = Later(finish, pending.done)
         return later if self.max_in_flight > 1 else later.wait()
@@ -190,6 +196,17 @@ def test_soak_of_a_model(name: str, kernel: str, kv_dtype: str, overlap: str, ab
 
     predict, close = (_transformers(path), CLOSE) if kv_dtype == "auto" else (_alone(model), ROUNDED)
     far = 0.0
+    for id, scores in h.scores.items():
+        prompt = h.requests[id].prompt
+        assert len(scores) == len(prompt) and scores[0] is None
+        if len(prompt) > 1:
+            rows = predict(torch.tensor(prompt))[:-1].log_softmax(-1)
+            listed = [[(one.token, one.logprob), *one.top] for one in scores if one is not None]
+            tokens, values = (torch.tensor(x) for x in zip(*(zip(*some, strict=True) for some in listed), strict=True))
+            assert tokens[:, 0].tolist() == prompt[1:]
+            far = max(far, float((rows.gather(1, tokens) - values).abs().max()))
+            assert (values[:, 1:].amin(-1) > rows.topk(TOP).values[:, -1] - close).all(), "a likelier token is missing"
+    assert len(h.scores) >= 30
     for id, output in h.outputs.items():
         found = both.logprobs.get(id, [])
         assert [entry.token for entry in found][: len(output)] == output  # one more was in flight when it left

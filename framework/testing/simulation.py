@@ -261,13 +261,13 @@ class Simulation:
             expected, output, reason = self.alone(id), self.outputs[id], self.reasons[id]
             whole = id not in self._left and reason != "error" and request.params.max_tokens is not None
             assert output == (expected if whole else expected[: len(output)]), f"{id}: other tokens"
-            self._check_scores(id)
+            self.check_scores(id)
         usage = self.kv.usage()
         rest = (usage.holding, usage.reserved, usage.swapped, usage.tokens)
         assert rest == (0, 0, 0, 0), f"everybody has left, and the cache says {usage}"
         assert self.kv.available == usage.total, f"{self.kv.available} of {usage.total} blocks came back"
 
-    def _check_scores(self, id: str) -> None:
+    def check_scores(self, id: str) -> None:
         """What was told of the prompt is what is told alone, and of one of those that share it."""
         request = self.requests[id]
         wanted = request.params.prompt_logprobs is not None
