@@ -199,8 +199,11 @@ class InputProcessor:
         params = msgspec.structs.replace(params, eos_token_ids=eos, top_k=min(params.top_k, vocab))
         most = room if params.max_tokens is None else params.max_tokens
         msgspec.structs.replace(params, max_tokens=most).check(vocab)
-        bad = [*params.bad_token_ids, *(ids for word in params.bad_words for ids in self._spellings(word))]
-        return msgspec.structs.replace(params, bad_token_ids=tuple(dict.fromkeys(bad))) if params.bad_words else params
+        if params.bad_words:
+            bad = [*params.bad_token_ids, *(ids for word in params.bad_words for ids in self._spellings(word))]
+            params = msgspec.structs.replace(params, bad_token_ids=tuple(dict.fromkeys(bad)))
+            msgspec.structs.replace(params, max_tokens=most).check(vocab)
+        return params
 
     def _spellings(self, word: str) -> Iterator[tuple[int, ...]]:
         """Token ids of a word at the start of a text, behind a space, and right behind other text: tokenizers spell a

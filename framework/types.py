@@ -148,6 +148,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field in ("logprobs", "prompt_logprobs"):
             count = getattr(self, field)
             need(count is None or 0 <= count <= self.MAX_LOGPROBS, field, f"between 0 and {self.MAX_LOGPROBS}")
+        never = {some[0] for some in self.bad_token_ids if len(some) == 1}
+        if self.allowed_token_ids and never.issuperset(self.allowed_token_ids):
+            raise InvalidRequest(
+                "allowed_token_ids",
+                "allowed_token_ids: bad_words (or bad_token_ids) ban each of them; allow another or ban less",
+            )
         need(self.structured_outputs is None, "structured_outputs", "left out: it is not supported yet")
 
     @property

@@ -145,7 +145,7 @@ def test_who_may_generate_nothing_fails_alone(overlap: str, make: Make, alone: d
         assert errors.pop("free") is None
         assert all(error and error.startswith("no token is left to choose from") for error in errors.values())
         with pytest.raises(FrameworkError, match="no token is left to choose from: allowed_token_ids, bad_words"):
-            llm.generate([prompt(0)], limits["at once"])
+            llm.generate([prompt(0)], limits["later"])
         while llm.engine.has_work:
             llm.engine.step()
         usage = llm.engine.kv.usage()
@@ -166,7 +166,7 @@ def test_eos_is_a_token_like_others(make: Make) -> None:
 
 def test_ranges(make: Make) -> None:
     with make() as llm:
-        vocab, most = llm.info.vocab_size, SamplingParams.MAX_BAD_WORDS
+        vocab, most, [a] = llm.info.vocab_size, SamplingParams.MAX_BAD_WORDS, llm.tokenizer.encode("a", False)
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"allowed_token_ids": [3, vocab]}, f"allowed_token_ids: token id {vocab} is outside the vocabulary"),
             ({"allowed_token_ids": [-1]}, "allowed_token_ids: token id -1 is outside the vocabulary"),
@@ -176,6 +176,8 @@ def test_ranges(make: Make) -> None:
             ({"bad_words": ["a"] * (most + 1)}, f"bad_words: at most {most} may be given, got {most + 1}"),
             ({"bad_token_ids": [[1]] * (4 * most + 1)}, f"bad_token_ids: at most {4 * most} may be given"),
             ({"bad_words": "abc"}, "bad_words: "),
+            ({"allowed_token_ids": [7, 8], "bad_token_ids": [[8], [7]]}, "allowed_token_ids: bad_words .* ban each"),
+            ({"allowed_token_ids": [a], "bad_words": ["a", "b"]}, "allowed_token_ids: bad_words .* ban each of them"),
             ({"bad_words": ["a" * 10**6]}, "bad_words: 1000000 characters cannot come within the limit of"),
         ]
         for given_, message in wrong:
