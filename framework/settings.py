@@ -115,13 +115,6 @@ class Settings(BaseSettings):
         0, "Model", "Seeds the seeds of requests that bring none."
     )
 
-    tool_parser: str = setting(
-        "auto",
-        "Model",
-        "Tool parser provider: how the model writes calls of tools; auto: the first that fits the chat template; none: "
-        "calls stay in the text.",
-    )
-
     host: str = setting("127.0.0.1", "Server", "Address to listen on.")
     port: Annotated[int, Field(ge=0, le=65535)] = setting(8000, "Server", "Port to listen on; 0 picks a free one.")
     uds: Path | None = setting(
@@ -156,6 +149,12 @@ class Settings(BaseSettings):
     )
     max_queued_tokens: Annotated[int | None, Field(ge=1, le=_INT64)] = setting(
         None, "Server", "Most prompt tokens of requests that wait for their first token; default: no limit."
+    )
+    tool_parser: str = setting(
+        "auto",
+        "Server",
+        "Tool parser provider: how the model writes calls of tools; auto: the first that fits the chat template; none: "
+        "calls stay in the text.",
     )
 
     scheduler: str = setting("fcfs", "Scheduling", "Scheduler provider.")

@@ -216,7 +216,7 @@ class TokenStream:
     def step(self, token_id: int) -> str | None:
         """Text that `token_id` completes; None if there is none yet."""
         if token_id in self._kept:
-            return self.finish() + self._kept[token_id]
+            return (self.finish() if self._held else "") + self._kept[token_id]
         self._held.append(token_id)
         try:
             text: str | None = self._stream.step(self._backend, token_id)

@@ -6,6 +6,8 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Generator
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -13,6 +15,8 @@ T = TypeVar("T")
 Parsing = Generator[None, None, T]
 """What reads text and gives a `T`, with pauses in which further text comes: call it by `yield from`."""
 
+_PIECE = 4096
+"""Characters that are looked at together: reading takes each off the front."""
 _WORD = re.compile(r"\s*([\w.-]*)")
 _SCALAR = re.compile(r"[^\s,:{}\[\]<]*")
 
@@ -82,8 +86,8 @@ class ToolParser:
 
     def push(self, text: str) -> list[ToolDelta]:
         """What is certain now, without anything that later text could change."""
-        self._text += text
-        if self._text:
+        for start in range(0, len(text), _PIECE):
+            self._text += text[start : start + _PIECE]
             self._advance()
         return self._take()
 
@@ -240,9 +244,7 @@ class ToolParser:
         self._give(text, self._calls - 1)
 
     def _give(self, text: str, call: int | None) -> None:
-        if self._out and self._out[-1].call == call:
-            self._out[-1] = self._out[-1]._replace(text=self._out[-1].text + text)
-        elif text:
+        if text:
             self._out.append(ToolDelta(text, call))
 
     def _scan(self, give: Callable[[str], object]) -> Parsing[None]:
@@ -271,8 +273,9 @@ class ToolParser:
             self._release()
 
     def _take(self) -> list[ToolDelta]:
-        out, self._out = self._out, []
-        return out
+        together = [list(pieces) for _, pieces in groupby(self._out, key=attrgetter("call"))]
+        self._out = []
+        return [pieces[0]._replace(text="".join(piece.text for piece in pieces)) for pieces in together]
 
 
 class _Brackets:

@@ -252,6 +252,22 @@ class TestStream:
         text = [stream.step(i) or "" for i in single_bytes(tokenizer, "é".encode() + b"\xffok")]
         assert ("".join(text) + stream.finish()).startswith("é�")
 
+    @settings(max_examples=300, deadline=None)
+    @given(data=st.data())
+    def test_special_tokens_that_are_kept(self, data: st.DataObject) -> None:
+        """Where they stand, and nothing else changes; ones that are no special tokens are no matter."""
+        tokenizer = data.draw(st.sampled_from(_CACHE))
+        special = tokenizer.special["eos_token"]
+        (eos,), bos = tokenizer.eos_token_ids, tokenizer.bos_token_id
+        texts = st.text(max_size=12).map(lambda text: tokenizer.encode(text, add_special_tokens=False))
+        parts = data.draw(st.lists(texts | st.sampled_from([[eos], [bos]]), max_size=8))
+        ids, prompt = [id for part in parts for id in part], data.draw(texts)
+        plain, kept = tokenizer.stream(prompt), tokenizer.stream(prompt, keep=[special, "e", "no token"])
+        expected = [(plain.step(id) or "") + (special if id == eos else "") for id in ids]
+        assert "".join(kept.step(id) or "" for id in ids) + kept.finish() == "".join(expected) + plain.finish()
+        shown, all = tokenizer.stream([], False), tokenizer.stream([], False, keep=[special])
+        assert [shown.step(id) for id in ids] == [all.step(id) for id in ids]
+
     @settings(max_examples=200, deadline=None)
     @given(data=st.data())
     def test_any_text_and_any_tokens(self, data: st.DataObject) -> None:
