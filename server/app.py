@@ -15,7 +15,7 @@ from structlog.contextvars import bind_contextvars
 from framework import EngineDead, PluginError, __version__
 from framework.registry import Plugins
 
-from . import errors, openai, operations, reference, tgi, tokens
+from . import errors, openai, operations, reference, shapes, tgi, tokens
 from .body import LimitedBody
 from .fields import REQUEST_ID
 from .generation import Serving
@@ -77,9 +77,19 @@ def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> 
         return JSONResponse({"version": __version__})
 
     for path in ("/health", "/ping"):
-        app.add_api_route(path, health, methods=["GET"], tags=["operations"])
-    app.add_api_route("/version", version, methods=["GET"], tags=["operations"])
+        app.add_api_route(
+            path, health, methods=["GET"], tags=["operations"], response_class=Response, responses=shapes.ERRORS
+        )
+    app.add_api_route(
+        "/version",
+        version,
+        methods=["GET"],
+        tags=["operations"],
+        response_model=shapes.Version,
+        responses=shapes.ERRORS,
+    )
     reference.install(app)
+    shapes.install(app)
     app.include_router(operations.router(serving))
     app.include_router(tokens.router(serving))
     app.include_router(openai.router(serving))

@@ -68,6 +68,25 @@ Whether = Annotated[bool, BeforeValidator(_whether)]
 """`logprobs` is a number in one route and a boolean in the other: whoever confuses them is told."""
 
 
+class Limited:
+    """The length of a list, checked before any of its elements is looked at."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least = least
+        self._most = most
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "minItems": self._least, "maxItems": self._most}
+
+    def _check(self, value: object) -> object:
+        if isinstance(value, list) and not self._least <= len(value) <= self._most:
+            raise ValueError(f"must have {self._least} to {self._most} elements, got {len(value)}")
+        return value
+
+
 class Only:
     """The type of a field that asks for what is not there: any value but the neutral ones is refused, and `why` says
     so. null is always neutral."""
@@ -100,17 +119,6 @@ def _user(value: object) -> object:
     if isinstance(value, str) and len(valid_text(value)) > MAX_USER:
         raise ValueError(f"at most {MAX_USER} characters, got {len(value)}")
     return value
-
-
-def limited(least: int, most: int) -> BeforeValidator:
-    """The length of a list, before any of its elements is looked at."""
-
-    def check(value: object) -> object:
-        if isinstance(value, list) and not least <= len(value) <= most:
-            raise ValueError(f"must have {least} to {most} elements, got {len(value)}")
-        return value
-
-    return BeforeValidator(check)
 
 
 class Body(BaseModel):

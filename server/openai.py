@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from framework import Logprobs
 from framework.detokenizer import Delta
 
+from . import shapes
 from .body import JsonRoute
 from .calls import Calls, ToolUse
 from .errors import Problem, unknown_model
@@ -287,7 +288,7 @@ class _Chat(_Reply):
 
 def router(serving: Serving) -> APIRouter:
     """The routes under /v1."""
-    routes = APIRouter(prefix="/v1", route_class=Route, tags=["OpenAI"])
+    routes = APIRouter(prefix="/v1", route_class=Route, tags=["OpenAI"], responses=shapes.ERRORS)
     cards = {
         name: {
             "id": name,
@@ -324,14 +325,14 @@ def router(serving: Serving) -> APIRouter:
     async def absent() -> Response:
         raise HTTPException(404, "this server generates text only: /v1/completions and /v1/chat/completions")
 
-    routes.add_api_route("/models", models)
+    routes.add_api_route("/models", models, response_model=shapes.Models)
     for path in ABSENT:
         routes.add_api_route(path, absent, methods=["POST"], include_in_schema=False)
-    routes.add_api_route("/models/{name:path}", model)
-    for path, handler, operation, prefix in (
-        ("/completions", completions, "text_completion", "cmpl"),
-        ("/chat/completions", chat, "chat", "chatcmpl"),
+    routes.add_api_route("/models/{name:path}", model, response_model=shapes.Model)
+    for path, handler, operation, prefix, shape in (
+        ("/completions", completions, "text_completion", "cmpl", shapes.Completion),
+        ("/chat/completions", chat, "chat", "chatcmpl", shapes.ChatCompletion),
     ):
         kind = route(Route, serving, operation, prefix)
-        routes.add_api_route(path, handler, methods=["POST"], route_class_override=kind)
+        routes.add_api_route(path, handler, methods=["POST"], response_model=shape, route_class_override=kind)
     return routes

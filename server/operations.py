@@ -7,13 +7,14 @@ from fastapi.responses import JSONResponse
 
 from framework import EngineDead
 
+from . import shapes
 from .generation import Serving
 from .openai import Route
 from .schemas import AbortRequest
 
 
 def router(serving: Serving) -> APIRouter:
-    routes = APIRouter(route_class=Route, tags=["operations"])
+    routes = APIRouter(route_class=Route, tags=["operations"], responses=shapes.ERRORS)
     client = serving.client
 
     async def ready() -> Response:
@@ -30,7 +31,7 @@ def router(serving: Serving) -> APIRouter:
         tenant = getattr(request.state, "tenant", None)
         return JSONResponse({"aborted": client.cancel(frozenset(body.request_ids), tenant)})
 
-    routes.add_api_route("/ready", ready, methods=["GET"])
-    routes.add_api_route("/load", load, methods=["GET"])
-    routes.add_api_route("/abort_requests", abort, methods=["POST"])
+    routes.add_api_route("/ready", ready, methods=["GET"], response_class=Response)
+    routes.add_api_route("/load", load, methods=["GET"], response_model=shapes.Load)
+    routes.add_api_route("/abort_requests", abort, methods=["POST"], response_model=shapes.Aborted)
     return routes

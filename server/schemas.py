@@ -20,11 +20,11 @@ from .fields import (
     AbsentOfCompletions,
     Body,
     Count,
+    Limited,
     Only,
     Sender,
     Whether,
     integer,
-    limited,
     number,
     valid_text,
 )
@@ -164,15 +164,15 @@ class GenerationRequest(Absent, Sender):
     frequency_penalty: Annotated[float, number(minimum=-2, maximum=2)] | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema(_BIASES)] = None
     stop: Annotated[list[str] | None, BeforeValidator(_stops), WithJsonSchema(_STOPS)] = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), limited(0, MAX_STOP_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), Limited(0, MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     """Without effect: what stands between special tokens is the tokenizer's own to say."""
     add_special_tokens: bool | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True), limited(1, MAX_ALLOWED)] | None = None
-    bad_words: Annotated[list[_BadWord], Field(fail_fast=True), limited(0, MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True), Limited(1, MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[_BadWord], Field(fail_fast=True), Limited(0, MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Annotated[int, integer(minimum=0, maximum=_MOST)] | None = None
     truncate_prompt_tokens: Annotated[int, WithJsonSchema(_KEPT)] | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -253,7 +253,7 @@ class ChatMessage(BaseModel):
     content: Annotated[str | None, PlainValidator(_content), WithJsonSchema(_CONTENT)] = None
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True), limited(1, MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True), Limited(1, MAX_MESSAGES)]
 
 
 class Chat(Body):
@@ -262,7 +262,7 @@ class Chat(Body):
     messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True), limited(0, MAX_DOCUMENTS)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True), Limited(0, MAX_DOCUMENTS)] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template; `documents` and `reasoning_effort` are such, too."""
@@ -385,8 +385,8 @@ class TokenizeRequest(ChatTokenizeRequest):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True), limited(0, MAX_TOKENS)]
+    tokens: Annotated[list[int], Field(fail_fast=True), Limited(0, MAX_TOKENS)]
 
 
 class AbortRequest(Body):
-    request_ids: Annotated[list[str], Field(fail_fast=True), limited(0, MAX_SEQUENCES)]
+    request_ids: Annotated[list[str], Field(fail_fast=True), Limited(0, MAX_SEQUENCES)]

@@ -14,13 +14,13 @@ from typing_extensions import TypedDict  # typing's own, for pydantic under Pyth
 from framework import InvalidRequest
 from framework.inputs import Cut
 
-from .fields import Body, Only, Sender, integer, limited, number, valid_text
+from .fields import Body, Limited, Only, Sender, integer, number, valid_text
 from .generation import Ask
 from .limits import MAX_BEST_OF, MAX_NEW_TOKENS, MAX_STOP_LENGTH, MAX_STOP_SEQUENCES, MAX_STOPS, MAX_TOP_TOKENS
 
 _Text = Annotated[str, AfterValidator(valid_text)]
 _Stop = Annotated[_Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-_Stops = Annotated[list[_Stop], Field(fail_fast=True), limited(0, MAX_STOPS)]
+_Stops = Annotated[list[_Stop], Field(fail_fast=True), Limited(0, MAX_STOPS)]
 
 NAMES = {
     "max_tokens": "max_new_tokens",

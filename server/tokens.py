@@ -11,6 +11,7 @@ from fastapi import APIRouter, Response
 
 from framework import InvalidRequest
 
+from . import shapes
 from .generation import Serving
 from .limits import INLINE_TEXT, MAX_TEXT
 from .openai import Route
@@ -19,7 +20,7 @@ from .schemas import ChatTokenizeRequest, DetokenizeRequest, TokenizeRequest
 
 def router(serving: Serving) -> APIRouter:
     """Lengths have limits of their own here: a text may be longer than what the model takes."""
-    routes = APIRouter(route_class=Route, tags=["tokens"])
+    routes = APIRouter(route_class=Route, tags=["tokens"], responses=shapes.ERRORS)
     inputs, tokenizer = serving.inputs, serving.tokenizer
 
     def tokenized(body: TokenizeRequest) -> Any:
@@ -72,9 +73,10 @@ def router(serving: Serving) -> APIRouter:
         }
         return await _answer(lambda: info, 0)
 
-    for path, handler in (("/tokenize", tokenize), ("/detokenize", detokenize), ("/chat_tokenize", chat_tokenize)):
-        routes.add_api_route(path, handler, methods=["POST"])
-    routes.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"])
+    routes.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=shapes.Tokenized)
+    routes.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=shapes.Detokenized)
+    routes.add_api_route("/chat_tokenize", chat_tokenize, methods=["POST"], response_model=shapes.Spans)
+    routes.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"], response_model=shapes.TokenizerInfo)
     return routes
 
 

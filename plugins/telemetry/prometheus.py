@@ -87,7 +87,15 @@ class Prometheus:
 
         # `from __future__ import annotations` hides the local name Request from FastAPI: pass it as an object.
         metrics.__annotations__ = {"request": Request}
-        router.add_api_route("/metrics", metrics, response_class=Response, response_model=None, tags=["operations"])
+        kinds = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
+        router.add_api_route(
+            "/metrics",
+            metrics,
+            response_class=Response,
+            response_model=None,
+            responses={200: {"content": kinds}, 405: {"description": "Method Not Allowed"}},
+            tags=["operations"],
+        )
         return [router]
 
     @hookimpl

@@ -1,0 +1,285 @@
+"""What the OpenAI routes and those beside them answer, for the API's document. Optional keys are there if asked for."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, Literal, NotRequired
+
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict  # typing's own, for pydantic under Python 3.12
+
+# Errors
+
+
+class ErrorDetails(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    """The field at fault."""
+    code: int | str
+    """The HTTP status; of API keys, a word."""
+
+
+class Error(TypedDict):
+    error: ErrorDetails
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Error, "description": HTTPStatus(status).phrase}
+    for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
+}
+"""Of every route that answers errors so."""
+
+# Both generating routes
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class RankedToken(TypedDict):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedToken] | None]
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class Envelope(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
+class Choice(TypedDict):
+    index: int
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+
+
+class Piece(TypedDict):
+    index: int
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+
+
+# Completions
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Completion(Envelope):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionPiece(Piece):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class CompletionChunk(Envelope):
+    object: Literal["text_completion"]
+    choices: list[CompletionPiece]
+    usage: NotRequired[Usage | None]
+
+
+# Chats
+
+
+class ChatToken(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+
+
+class Function(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """In a stream, `id`, `type` and the name come with the first piece."""
+
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: Function
+
+
+class Message(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(Choice):
+    message: Message
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(Envelope):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class MessageDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatPiece(Piece):
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletionChunk(Envelope):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatPiece]
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+# Models
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class Models(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+# Tokens
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class Span(TypedDict):
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class Spans(TypedDict):
+    tokenize_response: list[Span]
+    templated_text: str
+
+
+class TokenizerInfo(TypedDict):
+    """Beside these, the special tokens by their names."""
+
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    chat_template: str | None
+    eos_token_ids: list[int]
+
+
+# Operations
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Load(TypedDict):
+    server_load: int
+
+
+class Aborted(TypedDict):
+    aborted: int
+
+
+_CHUNKS = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatCompletionChunk}
+
+
+def install(app: FastAPI) -> None:
+    """Make the document of `app` say how streams look, and that what is invalid is answered with 400."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _amend(generate())
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _amend(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            if "HTTPValidationError" in str(responses.get("422")):  # FastAPI's own, which no route here has
+                del responses["422"]
+            if path in _CHUNKS:
+                chunk = TypeAdapter(_CHUNKS[path]).json_schema(ref_template="#/components/schemas/{model}")
+                schemas |= chunk.pop("$defs") | {_CHUNKS[path].__name__: chunk}
+                responses["200"]["content"]["text/event-stream"] = {
+                    "schema": {
+                        "type": "string",
+                        "description": "Events of `data: ` and a chunk of JSON each, or an error; then `data: [DONE]`.",
+                        "contentMediaType": "application/json",
+                        "contentSchema": {"$ref": f"#/components/schemas/{_CHUNKS[path].__name__}"},
+                    }
+                }
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
