@@ -36,7 +36,7 @@ _FUNCTION = {
         "type": {"const": "function"},
         "function": {"type": "object", "properties": {"name": _NAMES}, "required": ["name"]},
     },
-    "required": ["type", "function"],
+    "required": ["function"],
 }
 
 
@@ -76,7 +76,7 @@ class Function(BaseModel):
 class Tool(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
     _sent: dict[str, Any] = PrivateAttr()
 
@@ -120,13 +120,13 @@ class ToolChoice(NamedTuple):
     name: str = ""
 
 
-def _choice(value: object) -> ToolChoice | None:
+def _choice(value: Any) -> ToolChoice | None:
     match value:
         case None:
             return None
         case str() if value in _CHOICES:
             return ToolChoice(value)
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"function": {"name": str(name)}} if value.get("type", "function") == "function":
             return ToolChoice("named", name)
     raise ValueError("must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}")
 
@@ -170,7 +170,8 @@ def shown(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict):
         return dict(tool)
-    return {**tool, "function": {k: v for k, v in function.items() if v is not None and k != "strict"}}
+    function = {key: value for key, value in function.items() if value is not None and key != "strict"}
+    return {"type": "function", **tool, "function": function}
 
 
 def as_template(message: dict[str, Any], where: str) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import tokenizers
 from echo_engine import EchoProcess
+from framework.server import shapes
 from framework.server.calls import select_parser
 from framework.server.limits import MAX_TOOL_BYTES, MAX_TOOLS
+from pydantic import TypeAdapter
 from serving import Running, check_error, events, running
 
 from framework import ConfigError, Parsing, PluginError, Provider, ToolParser, hookimpl
@@ -84,10 +86,12 @@ def ask(server: Running, text: str, **body: Any) -> list[dict[str, Any]]:
     response = server.post("/v1/chat/completions", **request)
     assert response.status_code == 200, response.text
     whole = response.json()
+    TypeAdapter(shapes.ChatCompletion).validate_python(whole)
     chunks = events(server.post("/v1/chat/completions", **request, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1]["usage"] == whole["usage"]
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks[:-1]:
+        TypeAdapter(shapes.ChatCompletionChunk).validate_python(chunk)
         (piece,) = chunk["choices"]
         delta, choice = piece["delta"], choices.get(piece["index"])
         if choice is None:
@@ -271,6 +275,7 @@ def test_the_template_gets_the_tools(shows: Running) -> None:
     expected = '{"type": "function", "function": {"name": "f", "parameters": {"x": null}}}user:a;'
     assert prompt(shows, messages=user("a"), tools=[sent]) == expected
     assert prompt(shows, messages=user("a"), tools=[sent], tool_choice="auto") == expected
+    assert prompt(shows, messages=user("a"), tools=[{"function": sent["function"]}]) == expected
     assert prompt(shows, messages=user("a"), tools=[sent], tool_choice="none") == "user:a;"
     assert prompt(shows, messages=user("a"), tools=None, tool_choice=None, parallel_tool_calls=None) == "user:a;"
     tokens = shows.post("/tokenize", messages=user("a"), tools=[sent]).json()["tokens"]
