@@ -188,7 +188,7 @@ class ToolUse:
         if self._parser.spelling("") is None:
             return asked
         if asked is not None and (asked.json_object or isinstance(asked.json, dict)):
-            content = {"type": "json_schema", "json_schema": asked.json or {"type": "object"}}
+            content = {"type": "json_schema", "json_schema": {"type": "object"} if asked.json is None else asked.json}
             form = {"type": "or", "elements": [content, self._form()]}
             return msgspec.structs.replace(asked, json=None, json_object=False, structural_tag={"format": form})
         if asked is None and any(function.strict for function in self._functions):

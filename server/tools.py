@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -107,9 +108,8 @@ def _sized(value: object) -> object:
 
 
 def _unique(tools: list[Tool]) -> list[Tool]:
-    names = [tool.function.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(tool.function.name for tool in tools).items():
+        if count > 1:
             raise ValueError(f"the name {name!r} is given twice; each tool needs its own")
     return tools
 
