@@ -287,7 +287,7 @@ class Chat(Body):
 
     def chat(self) -> list[dict[str, Any]]:
         """The messages, as the template reads them."""
-        chat = [as_template(message.model_dump(), f"messages.{i}") for i, message in enumerate(self.messages or ())]
+        chat = as_template([message.model_dump() for message in self.messages or ()])
         for message in chat[:-1] if self.continue_final_message else chat:
             if message["content"] is None:
                 message["content"] = ""  # templates add texts up

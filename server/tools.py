@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -174,9 +174,24 @@ def shown(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", **tool, "function": function}
 
 
-def as_template(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """A message as chat templates expect it: arguments of calls are objects, which clients send as text. Raises
-    `InvalidRequest`."""
+def as_template(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: arguments of calls are objects, which clients send as text, and results
+    have the name of the function, which clients leave out. Raises `InvalidRequest`."""
+    names: dict[str, str] = {}
+    messages = []
+    for i, sent in enumerate(chat):
+        message = _message(sent, f"messages.{i}")
+        for call in message.get("tool_calls") or ():
+            if isinstance(call.get("id"), str):
+                names[call["id"]] = call["function"]["name"]
+        id = message.get("tool_call_id")
+        if isinstance(id, str) and id in names and message.get("name") is None:
+            message = {**message, "name": names[id]}
+        messages.append(message)
+    return messages
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if calls is None:
         return message

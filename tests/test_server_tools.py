@@ -26,7 +26,7 @@ ECHO = "{# {{ tools }} #}{% if tools %}{% endif %}{{ messages[0].content }}"
 """The prompt is the text of the first message, which the engine repeats."""
 SHOW = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}{{ message.role }}:"
-    "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.name }}"
+    "{{ message.name }}{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.name }}"
     "{% for key, value in call.function.arguments.items() %} {{ key }}={{ value }}{% endfor %}{% endfor %};{% endfor %}"
 )
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
@@ -292,9 +292,9 @@ def test_the_template_gets_calls_as_objects(shows: Running) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call('{"x": "1", "y": [2]}'), call("")]},
         {"role": "tool", "tool_call_id": "call_1", "content": "3"},
         {"role": "assistant", "content": "b", "tool_calls": []},
-        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "4"}]},
+        {"role": "tool", "tool_call_id": "call_1", "name": "own", "content": [{"type": "text", "text": "4"}]},
     ]
-    expected = "user:a;assistant:f x=1 y=[2]f;tool:3;assistant:b;tool:4;"
+    expected = "user:a;assistant:f x=1 y=[2]f;tool:f3;assistant:b;tool:own4;"
     assert prompt(shows, messages=messages) == prompt(shows, messages=messages, tools=None) == expected
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from framework import Parsing, ToolParser
 
 
@@ -14,7 +16,8 @@ class Llama3Json(ToolParser):
     @classmethod
     def fits(cls, template: str) -> bool:
         """Templates of Llama 3.2 do without the tag, but ask for this form."""
-        return super().fits(template) or ("<|start_header_id|>" in template and "parameters" in template)
+        asks = re.search(r'parameters\\?":', template)
+        return super().fits(template) or ("<|start_header_id|>" in template and asks is not None)
 
     @classmethod
     def spelling(cls, name: str) -> tuple[str, str]:
