@@ -95,6 +95,7 @@ def problem(error: BaseException) -> Problem:
             status = 500
         case _:
             status, message = 500, "internal error; the server's log has the details"
+            headers["Connection"] = "close"  # as uvicorn does: a client must not send its next request there
     if status >= 500:
         message = _outside(message)
     return Problem(status, brief(message, MAX_MESSAGE).encode("utf-8", "replace").decode(), field, headers)
