@@ -131,7 +131,7 @@ class _Answer:
     def events(self, choice: Choice, delta: Delta) -> Iterator[StreamResponse]:
         texts = _texts(delta.text, delta.offsets, self._length)
         self._length += len(delta.text)
-        end = None if delta.finish_reason is None else _finish_reason(choice)
+        end = None if delta.finish_reason is None else self._finish_reason(choice)
         for number, (entry, text) in enumerate(zip(delta.logprobs, texts, strict=True), 1):
             token = self._token(entry.token, text, entry.logprob)
             self._text += [] if token["special"] else [text]
@@ -182,7 +182,7 @@ class _Answer:
         }
 
     def _generated(self, choice: Choice) -> str:
-        _finish_reason(choice)
+        self._finish_reason(choice)
         special = self.serving.tokenizer.special_ids
         texts = _texts("".join(choice.text), choice.offsets, 0)
         return self._prefix + "".join(text for id, text in zip(choice.tokens, texts, strict=True) if id not in special)
@@ -199,7 +199,7 @@ class _Answer:
             for id, entry in zip(choice.prompt, choice.prompt_logprobs or (), strict=False)
         ]
         details: SequenceDetails = {
-            "finish_reason": _finish_reason(choice),
+            "finish_reason": self._finish_reason(choice),
             "generated_tokens": choice.num_tokens,
             "seed": None if self._seed is None else seed_of(self._seed, self._place(choice)),
             "prefill": prefill,
@@ -211,6 +211,16 @@ class _Answer:
         if self.parameters.top_n_tokens:
             details["top_tokens"] = [self._tokens(entry.top) for entry in choice.logprobs]
         return details
+
+    def _finish_reason(self, choice: Choice) -> FinishReason:
+        """Raises `Rejected` if it was ended by somebody else: there is no such reason here."""
+        if choice.finish_reason == "length":
+            return "length"
+        if choice.finish_reason != "stop":
+            raise Rejected("the request was aborted", 499)
+        # A stop sequence that is found in the text of the end token did not end it.
+        ended = choice.stop_reason is None or choice.tokens[-1] in self.serving.tokenizer.eos_token_ids
+        return "eos_token" if ended else "stop_sequence"
 
     def _place(self, choice: Choice) -> int:
         """Which of all draws it is."""
@@ -248,15 +258,6 @@ def _texts(text: str, offsets: Sequence[int], start: int) -> list[str]:
     ends within a character has none: it comes with the last of those that make it up."""
     ends = [*offsets[1:], start + len(text)]
     return [text[a - start : b - start] for a, b in zip(offsets, ends, strict=False)]
-
-
-def _finish_reason(choice: Choice) -> FinishReason:
-    """Raises `Rejected` if it was ended by somebody else: there is no such reason here."""
-    if choice.finish_reason == "length":
-        return "length"
-    if choice.finish_reason != "stop":
-        raise Rejected("the request was aborted", 499)
-    return "eos_token" if choice.stop_reason is None else "stop_sequence"
 
 
 def _info(serving: Serving) -> Info:

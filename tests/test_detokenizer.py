@@ -125,6 +125,13 @@ def test_text_is_held_only_while_it_can_become_a_stop_string() -> None:
     assert detokenizer.push(BYTES.encode("!", add_special_tokens=False), False).text == " b!"
 
 
+def test_nothing_is_held_where_the_stop_string_is_kept() -> None:
+    kept = {"stop": ("y!", "b c"), "include_stop_str_in_output": True}
+    assert steps(BYTES, "xy", **kept) == ["x", "y"]
+    ids = BYTES.encode("a b cd", add_special_tokens=False)
+    assert run(BYTES, SamplingParams(**kept), [[id] for id in ids])[:2] == ("a b c", "b c")  # type: ignore[arg-type]
+
+
 def test_min_tokens_counts_for_stop_strings() -> None:
     ids = BYTES.encode("a\na\na\n", add_special_tokens=False)
     assert len(ids) == 6

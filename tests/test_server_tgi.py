@@ -114,6 +114,7 @@ def test_ends_and_special_tokens(bytelevel: Running) -> None:
     assert (answer["generated_text"], answer["details"]["finish_reason"]) == ("abc", "eos_token")
     last = answer["details"]["tokens"][-1]
     assert (last["id"], last["text"], last["special"]) == (eos, "<|im_end|>", True)
+    assert generate(bytelevel, "abc<|im_end|>d", stop=["<"])["details"]["finish_reason"] == "eos_token"
     answer = generate(bytelevel, "a<|im_start|>b<|im_start|>c", stop=["b<|im_start|>"])
     assert (answer["generated_text"], answer["details"]["finish_reason"]) == ("ab", "stop_sequence")
     assert [token["text"] for token in answer["details"]["tokens"]] == ["a", "<|im_start|>", "b", "<|im_start|>"]
@@ -333,3 +334,5 @@ def test_the_client_of_the_hub(bytelevel: Running) -> None:
         assert not any(event.details or event.generated_text for event in before)
         with pytest.raises(ValidationError, match="`best_of` must be > 0"):
             client.text_generation("a", best_of=9)
+    with huggingface_hub.InferenceClient(base_url=bytelevel.url, timeout=20) as client:
+        assert client.text_generation(text) == text
