@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from echo_engine import EchoProcess
-from framework.server import schemas
+from framework.server import schemas, tgi_schemas
 from framework.server.shapes import ERRORS
 from pydantic import ValidationError
 from serving import Running, events, running
@@ -172,6 +172,38 @@ ELSEWHERE: dict[str, Callable[[Any], bool]] = {
     "bad_words": bool,
 }
 """What is not the schema's to say, if the value is of the right type."""
+
+
+def _refused(kind: Any, always: dict[str, Any], name: str, value: Any, server: Running) -> bool:
+    parameters = {"do_sample": True, name: value} if name == "best_of" else {name: value}
+    try:
+        ask = kind.model_validate({**always, "parameters": parameters}).ask(None, False)
+        inputs = server.serving.inputs
+        if ask.truncate is not None:
+            inputs.cut(ask.truncate)
+        inputs.complete(inputs.params(ask.fields), [5])
+    except (ValidationError, InvalidRequest):
+        return True
+    return False
+
+
+def test_a_parameter_s_schema_and_the_server_take_the_same(
+    server: Running, document: dict[str, Any], validator: Validator
+) -> None:
+    """Of the TGI dialect."""
+    schema = document["components"]["schemas"]["GenerateParameters"]
+    differ = []
+    for name, field in schema["properties"].items():
+        check = validator(field, strict=False)
+        for value in VALUES:
+            valid = check.is_valid(value) and not (isinstance(value, float) and value.is_integer())
+            if valid and isinstance(value, int) and value > 200 and name in ("max_new_tokens", "truncate"):
+                continue  # the context's end
+            if value == 2**64:
+                continue  # the validator knows 64 bits only
+            if _refused(tgi_schemas.GenerateRequest, {"inputs": "a"}, name, value, server) == valid:
+                differ.append((name, value))
+    assert not differ
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
