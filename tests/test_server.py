@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Running, eventually, running
+from serving import Running, completion, eventually, running
 
 from framework.settings import Settings
 
@@ -169,3 +169,95 @@ def test_n_aborted_half_way_frees_everything(server: Running) -> None:
             pass
     eventually(lambda: gauge(server, "requests_running") == gauge(server, "requests_waiting") == 0)
     assert gauge(server, "kv_cache_usage") == 0
+
+
+def test_token_ids_are_those_of_the_text(server: Running) -> None:
+    for choice in completion(
+        server, ["The quick brown", "Once"], n=2, seed=3, max_tokens=16, return_token_ids=True
+    ).values():
+        decoded = server.tokenizer.decode(choice["prompt_token_ids"] + choice["token_ids"])
+        assert decoded == server.tokenizer.decode(choice["prompt_token_ids"]) + choice["text"]
+        given = choice["prompt_token_ids"]
+        again = completion(server, given, max_tokens=16, temperature=0, return_token_ids=True)[0]
+        assert again["prompt_token_ids"] == given and len(again["token_ids"]) <= 16
+
+
+def test_allowed_token_ids_and_bad_words(server: Running) -> None:
+    ask: dict[str, Any] = {"prompt": "The quick brown", "seed": 4, "max_tokens": 32, "ignore_eos": True}
+    allowed = server.ids("abc") + server.ids(" the")
+    choice = completion(server, **ask, allowed_token_ids=allowed, return_token_ids=True)[0]
+    assert set(choice["token_ids"]) <= set(allowed) and len(set(choice["token_ids"])) > 1
+    plain = completion(server, **ask, return_token_ids=True)[0]
+    bad = next(id for id in plain["token_ids"] if server.ids(text := server.tokenizer.decode([id])) == [id])
+    other = completion(server, **ask, bad_words=[text], return_token_ids=True)[0]
+    assert bad in plain["token_ids"] and bad not in other["token_ids"] and len(other["token_ids"]) == 32
+
+
+def test_a_cut_prompt_is_generated_from_as_what_is_left_of_it(server: Running) -> None:
+    ids = server.ids("Once upon a time there was a small engine that served many requests at the same time.")
+    ask: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    for cut, left in (({}, ids[-6:]), ({"truncation_side": "right"}, ids[:6])):
+        found = completion(server, ids, truncate_prompt_tokens=6, **cut, **ask)[0]
+        assert found == completion(server, left, **ask)[0]
+    limit = server.serving.inputs.info.max_model_len
+    body = server.post("/v1/completions", prompt=ids * 40, truncate_prompt_tokens=-1, max_tokens=7, ignore_eos=True)
+    assert body.json()["usage"] | {"prompt_tokens_details": None} == {
+        "prompt_tokens": limit - 7,
+        "completion_tokens": 7,
+        "total_tokens": limit,
+        "prompt_tokens_details": None,
+    }
+
+
+def test_what_ended_it_is_told(server: Running) -> None:
+    drawn = completion(server, "The", temperature=0, max_tokens=24, return_token_ids=True, ignore_eos=True)[0]
+    token = drawn["token_ids"][5]
+    stopped = completion(server, "The", temperature=0, max_tokens=24, stop_token_ids=[token], ignore_eos=True)[0]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", token)
+    text = drawn["text"][3:5]
+    stopped = completion(server, "The", temperature=0, max_tokens=24, stop=[text], ignore_eos=True)[0]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", text)
+    assert (drawn["finish_reason"], drawn["stop_reason"]) == ("length", None)
+    (eos,) = server.tokenizer.eos_token_ids
+    ended = completion(server, "The", temperature=0, max_tokens=4, logit_bias={str(eos): 100})[0]
+    assert (ended["finish_reason"], ended["stop_reason"], ended["text"]) == ("stop", None, "")
+
+
+def test_values_outside_the_vocabulary_harm_nobody(server: Running) -> None:
+    """They are refused, or as good as the vocabulary's size; who runs beside them gets what it gets alone."""
+    vocab = server.serving.inputs.info.vocab_size
+    ask: Any = {"prompt": "The quick", "seed": 8, "max_tokens": 200, "ignore_eos": True}
+    alone = server.post("/v1/completions", **ask).json()["choices"]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(server.post("/v1/completions", **ask).json()["choices"]))
+    thread.start()
+    for path, asked in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        for field, wrong in (
+            ("stop_token_ids", [vocab]),
+            ("logit_bias", {"9999999": 5}),
+            ("allowed_token_ids", [vocab]),
+            ("allowed_token_ids", [0] * (2**20 + 1)),
+            ("prompt_logprobs", 1_000_000),
+        ):
+            response = server.post(path, **asked, min_tokens=1, max_tokens=3, **{field: wrong})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    response = server.post("/v1/chat/completions", messages=MESSAGES, logprobs=True, top_logprobs=1_000_000)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
+    wide = [completion(server, "The", seed=3, max_tokens=8, top_k=k)[0] for k in (9_999_999, 0)]
+    assert wide[0] == wide[1]
+    thread.join()
+    assert found == [alone]
+
+
+def test_fields_of_the_client_library(server: Running) -> None:
+    scored = server.openai.completions.create(model="tiny", prompt="The quick", echo=True, logprobs=1, max_tokens=0)
+    logprobs = scored.choices[0].logprobs
+    assert scored.choices[0].text == "The quick" and logprobs and logprobs.token_logprobs
+    assert logprobs.token_logprobs[0] is None and scored.usage and scored.usage.completion_tokens == 0
+    best = server.openai.completions.create(model="tiny", prompt="The", best_of=3, n=2, max_tokens=4)
+    assert len(best.choices) == 2 and best.usage and best.usage.completion_tokens <= 12
+    extra = {"return_token_ids": True, "prompt_logprobs": 0, "request_id": "mine", "echo": True}
+    answer = server.openai.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4, extra_body=extra)
+    assert answer.id == "chatcmpl-mine" and answer.choices[0].model_extra and answer.model_extra
+    assert len(answer.choices[0].model_extra["token_ids"]) == answer.usage.completion_tokens  # type: ignore[union-attr]
+    assert len(answer.model_extra["prompt_logprobs"]) == len(answer.model_extra["prompt_token_ids"])

@@ -168,8 +168,6 @@ ELSEWHERE: dict[str, Callable[[Any], bool]] = {
     "tool_choice": lambda value: value is not None,
     "response_format": lambda value: value is not None,
     "structured_outputs": lambda value: value is not None,
-    "allowed_token_ids": bool,
-    "bad_words": bool,
 }
 """What is not the schema's to say, if the value is of the right type."""
 

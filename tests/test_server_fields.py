@@ -19,6 +19,7 @@ from framework.settings import Settings
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content + '' }}{% endfor %}"
+    "{% if reasoning_effort == 'most' %}{{ raise_exception('no such effort') }}{% endif %}"
     "{{ documents }}|{{ reasoning_effort }}|{{ tone }}"
 )
 
@@ -203,6 +204,8 @@ def test_what_the_template_gets(templated: Running) -> None:
     assert said(templated, [{"role": "user", "content": "a"}], **body).strip() == "[user]a[{'text': 'd'}]|low|dry"
     tokens = templated.post("/tokenize", messages=[{"role": "user", "content": "a"}], **body).json()["tokens"]
     assert templated.tokenizer.decode(tokens) == "[user]a[{'text': 'd'}]|low|dry"
+    refused = templated.post("/v1/chat/completions", messages=CHAT, reasoning_effort="most")
+    assert "no such effort" in check_error(refused, 400, "messages")
     too_many = templated.post("/v1/chat/completions", messages=CHAT, documents=[{}] * (MAX_DOCUMENTS + 1))
     check_error(too_many, 400, "documents")
     check_error(templated.post("/v1/chat/completions", messages=CHAT, documents=["a"]), 400, "documents.0")
