@@ -244,6 +244,9 @@ class Chat:
                 typer.echo()
                 note("Ctrl-D or /exit leaves")
                 continue
+            except UnicodeDecodeError:
+                note("that is not UTF-8")
+                continue
             if line.startswith("/"):
                 if not self.command(line):
                     return

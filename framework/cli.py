@@ -98,7 +98,7 @@ def _generate(
     from .types import SamplingParams
 
     _warn()
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    text = _piped("prompt").removesuffix("\n") if prompt == "-" else prompt
     fields = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "stop": tuple(stop or ())}
     given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if "seed" in settings.model_fields_set:
@@ -142,7 +142,7 @@ def _chat(
 
     alone = message is not None or not sys.stdin.isatty()
     if message == "-" or (message is None and alone):
-        message = sys.stdin.read()
+        message = _piped("message")
     if message is not None and not message.strip():
         raise InvalidRequest("message", "the message is empty")
     given = {"max_tokens": max_tokens, "temperature": temperature}
@@ -159,6 +159,13 @@ def _chat(
         else:
             note(f"{chat.model} at {server.url}; /help lists commands, Ctrl-D leaves")
             chat.loop()
+
+
+def _piped(what: str) -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(what, f"the {what} on standard input is not UTF-8: see byte {error.start}") from None
 
 
 def _warn() -> None:

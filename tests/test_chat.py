@@ -108,7 +108,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def chat(*arguments: str, input: str | None = None, **env: str) -> Any:
+def chat(*arguments: str, input: str | bytes | None = None, **env: str) -> Any:
     return CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", **env}).invoke(cli.app, ["chat", *arguments], input=input)
 
 
@@ -131,6 +131,8 @@ def test_the_message_may_come_through_a_pipe() -> None:
             assert chat(*arguments, "--url", server.url, "--model", "mine", input="two\nlines\n").stdout == "Hello\n"
             assert server.asked[-1][2]["messages"] == [{"role": "user", "content": "two\nlines"}]
             assert server.asked[-1][2]["model"] == "mine"
+        done = chat("--url", server.url, input=b"a\xff")
+        assert (done.exit_code, done.stderr) == (2, "error: the message on standard input is not UTF-8: see byte 1\n")
         done = chat("--url", server.url, input=" \n")
         assert (done.exit_code, done.stderr) == (2, "error: the message is empty\n")
 
