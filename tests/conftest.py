@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 os.environ.update(
     LITELLM_LOCAL_MODEL_COST_MAP="True",
     HF_HUB_DISABLE_TELEMETRY="1",
+    HF_UPDATE_DOWNLOAD_COUNTS="0",
     LANGSMITH_TRACING="false",
     DO_NOT_TRACK="1",
 )
