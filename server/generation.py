@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
@@ -340,12 +341,12 @@ def route(base: type[JsonRoute], serving: Serving, operation: str, prefix: str) 
 
 @contextmanager
 def _naming(ask: Ask) -> Iterator[None]:
-    """Errors name fields as the client does."""
+    """Errors name fields as the client does: at their front, for further on the same word may mean something else."""
     try:
         yield
     except InvalidRequest as error:
         name = ask.names.get(error.field, error.field)
-        raise InvalidRequest(name, str(error).replace(error.field, name)) from None
+        raise InvalidRequest(name, re.sub(rf"^{re.escape(error.field)}\b", name, str(error))) from None
 
 
 def _check_extra(extra: Mapping[str, Any] | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
-from framework import Logprobs
+from framework import Logprobs, __version__
 from framework.detokenizer import Delta
 
 from . import shapes
@@ -114,6 +114,7 @@ class _Reply:
             "object": object,
             "created": self.created,
             "model": self.serving.model,
+            "system_fingerprint": f"framework-{__version__}",
             "choices": choices,
         }
 

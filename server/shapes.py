@@ -27,7 +27,7 @@ class Error(TypedDict):
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error, "description": HTTPStatus(status).phrase}
-    for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
+    for status in (400, 401, 403, 404, 405, 408, 413, 429, 431, 500, 503)
 }
 """Of every route that answers errors so."""
 
@@ -59,6 +59,7 @@ class Envelope(TypedDict):
     id: str
     created: int
     model: str
+    system_fingerprint: str
 
 
 class Choice(TypedDict):

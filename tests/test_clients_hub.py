@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from echo_engine import EchoProcess
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, ValidationError
 from serving import Running, running
 
 from framework.settings import Settings
@@ -70,3 +70,39 @@ def test_names_and_errors(client: huggingface_hub.InferenceClient, server: Runni
         assert error.value.response.status_code == status and message in error.value.response.text
     with huggingface_hub.InferenceClient(base_url=f"{server.url}/v1", token="hf_any", timeout=20) as other:
         assert other.chat_completion(HELLO).choices[0].message.content == ECHOED
+
+
+def test_text_generation(client: huggingface_hub.InferenceClient) -> None:
+    assert client.text_generation("one two three", max_new_tokens=50) == "one two three"
+    assert client.text_generation("one two", max_new_tokens=50, return_full_text=True) == "one twoone two"
+    answer = client.text_generation(
+        "one two three", max_new_tokens=50, stop=["tw"], details=True, top_n_tokens=2, decoder_input_details=True
+    )
+    assert answer.generated_text == "one tw" and answer.details and answer.details.finish_reason == "stop_sequence"
+    assert "".join(token.text for token in answer.details.tokens).startswith("one t")
+    assert len(answer.details.tokens) == answer.details.generated_tokens == len(answer.details.top_tokens or ())
+    assert "".join(token.text for token in answer.details.prefill) == "one two three"
+    answer = client.text_generation("one two", max_new_tokens=2, do_sample=True, seed=7, temperature=0.5, details=True)
+    assert answer.details and (answer.details.seed, answer.details.finish_reason) == (7, "length")
+
+
+def test_text_generation_streamed(client: huggingface_hub.InferenceClient) -> None:
+    assert "".join(client.text_generation("one two three", max_new_tokens=50, stream=True)) == "one two three"
+    events = list(client.text_generation("one two three", max_new_tokens=50, stream=True, details=True, stop=["tw"]))
+    assert [event.generated_text for event in events] == [None] * (len(events) - 1) + ["one tw"]
+    assert events[-1].details and events[-1].details.finish_reason == "stop_sequence"
+    assert events[-1].details.generated_tokens == len(events)
+
+
+async def test_async_text_generation(server: Running) -> None:
+    async with huggingface_hub.AsyncInferenceClient(base_url=server.url, timeout=20) as client:
+        assert await client.text_generation("one two", max_new_tokens=50) == "one two"
+        pieces = await client.text_generation("one two", max_new_tokens=50, stream=True)
+        assert "".join([piece async for piece in pieces]) == "one two"
+
+
+def test_text_generation_errors(client: huggingface_hub.InferenceClient) -> None:
+    with pytest.raises(ValidationError, match="too long"):
+        client.text_generation("word " * 2000)
+    with pytest.raises(ValidationError, match="top_p"):
+        client.text_generation("a", top_p=2.0)
