@@ -144,6 +144,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_hits: int = 0
     """Admissions that found a part of their tokens in the prefix cache."""
     prefix_hit_tokens: int = 0
+    restarts: int = 0
+    """Of the engine process. Counted by the server, which adds up the counters of all of them."""
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):

@@ -7,6 +7,7 @@ folder; see messages.py.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -32,6 +34,7 @@ from .settings import Settings
 IDLE_POLL_MS = 10
 """How soon a policy that let nothing run is asked again while requests wait."""
 
+_PR_SET_PDEATHSIG = 1
 
 CHECK_MS = 1000
 """How often an idle engine looks whether its executor is alive."""
@@ -43,10 +46,12 @@ class EngineProcess:
     def __init__(self, process: subprocess.Popen[bytes], folder: str, address: str) -> None:
         self.process = process
         self.address = address
-        self._folder = folder
+        self._folder: str | None = folder
 
     def end(self, patience: float = 2.0) -> None:
-        """End the process: ask, then insist after `patience` seconds. Idempotent."""
+        """End the process and whatever it has started: ask, then insist after `patience` seconds. Idempotent."""
+        if self._folder is None:
+            return
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -54,9 +59,12 @@ class EngineProcess:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left; on macOS, nobody but zombies
+            os.killpg(self.process.pid, signal.SIGKILL)
         if self.process.stdin is not None:
             self.process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None  # the number of the group may become somebody else's
 
 
 def spawn(settings: Settings, placement: machine.Placement | None = None) -> EngineProcess:
@@ -71,7 +79,7 @@ def spawn(settings: Settings, placement: machine.Placement | None = None) -> Eng
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "framework.process"],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is the server's to handle; it tells the engine
+        start_new_session=True,  # Ctrl-C is the server's to handle; and what the engine starts ends with it
     )
     assert process.stdin is not None
     try:
@@ -151,7 +159,15 @@ def _die_with_parent(folder: str) -> None:
     while os.read(0, 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgrp() == os.getpid():  # as `spawn` has it: with all that this process has started
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)  # at once, from any state: nobody is left to tell
+
+
+def _wake_with_parent() -> None:
+    """A stopped process (SIGSTOP) would not see the end of its parent: have it continued then, where possible."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 class _Terminated(BaseException):
@@ -169,6 +185,7 @@ def main() -> int:
     header = msgspec.msgpack.decode(_read_exactly(int.from_bytes(_read_exactly(4), "big")))
     address: str = header["address"]
     folder = str(Path(address.removeprefix("ipc://")).parent)
+    _wake_with_parent()
     threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
     channel = Channel(address)
     try:

@@ -38,6 +38,7 @@ DEFAULT_DEVICE_MEMORY = "0.9"
 """Of a GPU's whole memory, weights and steps included."""
 DEFAULT_SWAP_SPACE = "0.25"
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
+_DAY = 86400.0
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
 _UNITS = {"": 1, "b": 1}
 _NOTHING = re.compile(r"\s*(0+\.?0*|\.0+)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
@@ -155,6 +156,17 @@ class Settings(BaseSettings):
         "Server",
         "Tool parser provider: how the model writes calls of tools; auto: the first that fits the chat template; none: "
         "calls stay in the text.",
+    )
+    request_timeout: Annotated[float | None, Field(gt=0, le=_DAY)] = setting(
+        None, "Server", "Seconds after which a response ends with what there is of it; default: no limit."
+    )
+    step_timeout: Annotated[float, Field(gt=0, le=_DAY)] = setting(
+        300.0,
+        "Server",
+        "Seconds without a finished step while requests wait, after which the engine is restarted.",
+    )
+    drain_seconds: Annotated[float, Field(ge=0, le=_DAY)] = setting(
+        30.0, "Server", "SIGTERM: how long responses that have begun may go on; 0: they end at once."
     )
 
     scheduler: str = setting("fcfs", "Scheduling", "Scheduler provider.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -53,6 +54,7 @@ log = get_logger(__name__)
 
 TICK = 1.0
 """Seconds between looks at a silent engine."""
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class Spawned(Protocol):
@@ -91,6 +93,7 @@ class Stream:
         self._news: dict[int, TokenOutput] = {}
         self._error: FrameworkError | None = None
         self._wake = asyncio.Event()
+        self.limit: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,6 +101,8 @@ class Stream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.limit is not None:
+            self.limit.cancel()
         self._client.abort(list(self._open.values()), "abort")
         self._open.clear()
 
@@ -146,31 +151,43 @@ class Stream:
         self._error = error
         self._wake.set()
 
+    def cut(self, error: FrameworkError) -> None:
+        """End the response here: with what there is of it and the finish reason "abort"; with this error if that is
+        nothing. The engine is told, not asked: it may hang."""
+        if not self.record.first_token:
+            self._client.abort(list(self._open.values()), "abort")
+            self.fail(error)
+        for index, id in self._open.items():
+            if self._client.abort([id], "abort"):
+                self.put(index, TokenOutput(id, 0, [], finish_reason="abort"))
+
 
 class EngineClient:
-    """Lives in the event loop that calls `start`.
+    """Of one engine process. Lives in the event loop that calls `start`.
 
-    `info` is None until the engine is ready. `dead` says why the engine is gone, `stalled` why it is given up until it
-    is heard again: as long as one of them is set, `generate` raises `EngineDead`. `draining` says why no further
-    requests should come; those that do are answered. `waiting` is the queue.
+    `info` is None until the engine is ready. `dead` says why the engine is gone, which `gone` waits for; `stalled` why
+    it is given up until it is heard again: as long as one of them is set, `generate` raises `EngineDead`. `waiting` is
+    the queue.
     """
 
     def __init__(self, settings: Settings, plugins: Plugins, spawn: Callable[[Settings], Spawned] = spawn) -> None:
         self.info: EngineInfo | None = None
         self.dead: str | None = None
         self.stalled: str | None = None
-        self.draining: str | None = None
+        self.gone = asyncio.Event()
         self.waiting = Waiting(settings.max_queued_requests, settings.max_queued_tokens)
         self._settings = settings
         self._plugins = plugins
         self._spawn = spawn
         self._engine: Spawned | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._closing: asyncio.Task[None] | None = None
         self._stats = EngineStats()
         self._faults: dict[str, int] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._serial = itertools.count()
         self._heard = False  # anything, since the last look
+        self._asked = False  # for anything, since the engine's last outputs
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
 
@@ -215,7 +232,8 @@ class EngineClient:
 
     def _exited(self, code: int) -> None:
         if code < 0:
-            self._die(EngineDead(f"the engine process was ended by {_signal(-code)}"))
+            why = ", as when memory runs out" if -code == signal.SIGKILL else ""
+            self._die(EngineDead(f"the engine process was ended by {_signal(-code)}{why}"))
         else:
             error = EngineDead(f"the engine process ended with exit code {code}")
             self._loop.call_later(LAST_WORDS, self._die, error)
@@ -224,6 +242,7 @@ class EngineClient:
         if self.dead is not None:
             return
         self.dead = str(error)
+        self.gone.set()
         self._stats = msgspec.structs.replace(
             self._stats, running=0, waiting=0, kv_holding=0, kv_reserved=0, kv_cached=0, kv_swapped=0, kv_tokens=0
         )
@@ -240,14 +259,23 @@ class EngineClient:
         self._sequences.clear()
         self.waiting.clear()
 
+    def cut(self, error: FrameworkError) -> None:
+        """End every unfinished response: see `Stream.cut`."""
+        for stream in {sequence.stream for sequence in self._sequences.values()}:
+            stream.cut(error)
+
     async def close(self) -> None:
-        """End the engine process, and whatever still waits for it. Idempotent."""
-        if self._engine is None:
-            return
-        engine, self._engine = self._engine, None
-        self.dead = self.dead or "the server is shutting down"
-        self.fail(EngineDead(self.dead))
-        await asyncio.to_thread(engine.end)
+        """End the engine process, and whatever still waits for it. Idempotent; goes on if its caller is cancelled."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            self.dead = self.dead or SHUTTING_DOWN
+            self.fail(EngineDead(self.dead))
+            self._closing = asyncio.ensure_future(self._close(self._loop.run_in_executor(None, engine.end)))
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _close(self, ended: asyncio.Future[None]) -> None:
+        await ended
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -278,15 +306,26 @@ class EngineClient:
 
     # Requests
 
+    def check(self) -> None:
+        """Raise what a request would meet now: `EngineDead`, or `Rejected` if the queue is full."""
+        gone = self.dead or self.stalled
+        if gone is not None:
+            raise EngineDead(gone)
+        self.waiting.check()
+
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
         """Send the requests of one response; their ids are made unique here. Sequences are numbered in their order,
         `Add.n` for each.
 
-        Raises `EngineDead`, `Rejected` if the queue is full, and `InvalidRequest` for more than `MAX_SENT` bytes.
+        Raises `EngineDead`, `Rejected` if the queue is full or the time is over, and `InvalidRequest` for more than
+        `MAX_SENT` bytes.
         """
-        gone = self.dead or self.stalled
-        if gone is not None:
-            raise EngineDead(gone)
+        self.check()
+        limit = self._settings.request_timeout
+        end = math.inf if limit is None else record.start / 1e9 + limit
+        late = Rejected(f"no token came within {limit} s (--request-timeout)", 504)
+        if time.monotonic() > end:
+            raise late
         encoded, size = [], 0
         for add in adds:
             add.id = f"{add.id}-{next(self._serial)}"
@@ -302,19 +341,23 @@ class EngineClient:
         self.waiting.enter({id: 0 if i else len(add.prompt) for add in adds for i, id in enumerate(add.ids)})
         ids = [id for add in adds for id in add.ids]
         stream = Stream(self, record, ids, adds[0].tenant if adds else "")
+        if limit is not None:
+            stream.limit = self._loop.call_later(end - time.monotonic(), stream.cut, late)
+        self._asked = True
         for index, id in enumerate(ids):
             self._sequences[id] = _Sequence(stream, index)
         for message in encoded:
             self._socket.send(message)
         return stream
 
-    def abort(self, ids: Sequence[str], reason: str) -> None:
-        """End requests now. Those that have ended by themselves are no matter."""
+    def abort(self, ids: Sequence[str], reason: str) -> list[str]:
+        """End requests now; returns which. Those that have ended by themselves are no matter."""
         ids = [id for id in ids if self._sequences.pop(id, None) is not None]
         for id in ids:
             self.waiting.leave(id)
         if ids and self.dead is None:
-            self._socket.send(self._encoder.encode(Abort(list(ids), reason)))
+            self._socket.send(self._encoder.encode(Abort(ids, reason)))
+        return ids
 
     def cancel(self, names: Set[str], tenant: str | None = None) -> int:
         """Have the engine end every unfinished response that is named: whoever waits for it gets what there is, with
@@ -366,20 +409,30 @@ class EngineClient:
                 self._die((ConfigError if message.user else EngineDead)(message.message))
 
     async def _watch(self) -> None:
-        """A step may take long; an engine that is silent and does not compute either is given up."""
+        """A step may take long. An engine that is silent and does not compute either is given up until it is heard
+        again; one that is silent for longer than any step takes is dead, whatever it does."""
         assert self._engine is not None
         activity = Activity(self._engine.process.pid)
         silent = 0.0  # counted, not measured: if this process was suspended, the engine may have been too
         while self.dead is None:
             await asyncio.sleep(TICK)
-            if self._heard or not self._sequences:
+            if self._heard or not self._owing:
                 self._heard, silent = False, 0.0
                 continue
             if silent == 0.0:
                 activity.restart()
             silent += TICK
-            if activity.none_in(silent) and silent > STALLED_AFTER:
+            idle = activity.none_in(silent)
+            if silent > self._settings.step_timeout:
+                limit = f"{self._settings.step_timeout:g} s (--step-timeout)"
+                self._die(EngineDead(f"the engine has finished no step for {limit} while requests waited"))
+            elif idle and silent > STALLED_AFTER and self.stalled is None:
                 self._give_up()
+
+    @property
+    def _owing(self) -> bool:
+        """Whether the engine has something to do; also if nobody waits for it any more."""
+        return bool(self._sequences or self._asked or self._stats.running or self._stats.waiting)
 
     def _give_up(self) -> None:
         self.stalled = f"the engine is alive, but has done nothing for {STALLED_AFTER} s while requests waited"
@@ -388,7 +441,7 @@ class EngineClient:
         self.fail(EngineDead(self.stalled))
 
     def _deliver(self, message: Outputs) -> None:
-        self._stats = message.stats
+        self._stats, self._asked = message.stats, False
         now = time.monotonic_ns()
         deliveries = []
         for output in message.outputs:

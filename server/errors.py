@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from framework import EngineDead, FrameworkError, InvalidRequest, Rejected
 from framework.errors import brief
 
-from .limits import MAX_INPUT, MAX_MESSAGE, MAX_PROBLEMS
+from .limits import MAX_INPUT, MAX_MESSAGE, MAX_PROBLEMS, RETRY_AFTER
 
 _RULES = {
     "missing": "is required",
@@ -90,7 +90,7 @@ def problem(error: BaseException) -> Problem:
         case ClientDisconnect():
             status, message = 499, "the client went away"
         case EngineDead():
-            status = 503
+            status, headers = 503, {"Retry-After": str(RETRY_AFTER)}
         case FrameworkError():
             status = 500
         case _:

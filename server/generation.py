@@ -24,10 +24,10 @@ from framework.inputs import Cut, InputProcessor
 from framework.messages import Add
 
 from .body import JsonRoute
-from .client import EngineClient
 from .errors import Forbidden, Spelling, problem, unknown_model
 from .keys import caller
 from .limits import INLINE_TEXT, MAX_EXTRA, MAX_SCORED
+from .supervisor import Supervisor
 from .traceparent import parse
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ NO_NAME = ("", "dummy", "tgi")
 class Serving(NamedTuple):
     """What every dialect needs."""
 
-    client: EngineClient
+    client: Supervisor
     inputs: InputProcessor
     tokenizer: Tokenizer
     model: str
@@ -207,7 +207,7 @@ class Generation:
         record.attributes = _attributes(ask)
         _check_extra(ask.extra)
         routing = self.serving.inputs.routing(ask.priority, self._tenant(ask), ask.cache_salt)
-        self.serving.client.waiting.check()  # what would be refused need not be tokenised
+        self.serving.client.check()  # what would be refused need not be tokenised
         if ask.truncate is not None:
             with _naming(ask):
                 self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens"))

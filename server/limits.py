@@ -83,7 +83,7 @@ MAX_MESSAGE = 2000
 # Seconds
 
 RETRY_AFTER = 1
-"""What is told who finds the queue full: it moves with every step."""
+"""What is told who finds the queue full, which moves with every step, or the engine gone."""
 RECEIVE = 120
 """From the first byte of a request to its last: the largest over a line of a megabit per second. A connection on
 which nothing comes at all may stay open for as long."""
@@ -93,9 +93,7 @@ STALLED_AFTER = 15
 """An engine is stalled that has neither sent anything nor computed for so long, though requests wait."""
 LAST_WORDS = 0.3
 """For the engine's own account of why it ended, once its process is gone."""
-DRAIN = 20
-"""SIGTERM: how long responses that have begun may go on."""
 INTERRUPT = 1
-"""Ctrl-C: how long clients have to take the event that tells them."""
+"""How long clients have to take what tells them of the end: after Ctrl-C, and behind the time that SIGTERM gives."""
 JOIN = 2.0
 """How long the end waits for a checkpoint that is being opened."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import math
 import signal
 import socket
 import threading
@@ -21,7 +22,7 @@ from framework import Checkpoint, ConfigError, EngineDead, Tokenizer, ToolParser
 from framework.checkpoint import open_checkpoint
 from framework.errors import brief, one_line
 from framework.inputs import InputProcessor
-from framework.log import configure
+from framework.log import configure, get_logger
 from framework.machine import keep_to, place
 from framework.messages import EngineInfo
 from framework.process import spawn
@@ -31,16 +32,20 @@ from framework.terminal import UI
 
 from .app import create_app
 from .calls import select_parser
-from .client import EngineClient, Spawned
+from .client import SHUTTING_DOWN, Spawned
 from .gate import Gate
 from .generation import Serving
 from .keys import Keys
-from .limits import DRAIN, INTERRUPT, JOIN
+from .limits import INTERRUPT, JOIN
 from .protocol import http_config
+from .supervisor import Supervisor
 from .tls import check_tls
 from .unix import unix_socket
 
+log = get_logger(__name__)
 T = TypeVar("T")
+TICK = 0.1
+"""Seconds between looks at what is unfinished while the server drains."""
 
 
 def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
@@ -123,13 +128,14 @@ class _Run:
         self._plugins = plugins
         self._ui = ui
         self._listener = listener
-        self._client = EngineClient(settings, plugins, spawn)
+        self._client = Supervisor(settings, plugins, spawn)
         self._keys = keys
         self._gate = Gate()
         self._server = _Server(http_config(self._gate, settings))
         self._loading: asyncio.Task[Any] | None = None
         self._opening: threading.Thread | None = None
         self._signal: int | None = None
+        self._draining: asyncio.Task[None] | None = None
 
     async def main(self) -> int:
         loop = asyncio.get_running_loop()
@@ -142,12 +148,14 @@ class _Run:
                 await asyncio.wait((self._loading,))
                 if self._signal is None and not self._loading.cancelled():
                     self._open(*self._loading.result())
+                    await self._serve(serving)
             finally:
-                if not self._gate.opened:
-                    self._gate.close("the server is shutting down")
-                    self._server.config.timeout_graceful_shutdown = INTERRUPT
-                    self._server.should_exit = True
+                self._gate.close(SHUTTING_DOWN)  # for those who still wait
+                self._server.should_exit = True
                 await serving
+                self._hang_up()
+                if tasks := self._server.server_state.tasks:  # their records are still to come
+                    await asyncio.wait(list(tasks), timeout=INTERRUPT)
         finally:
             # All at once: none of these takes longer than 2 s, nor do they together.
             ending = asyncio.gather(self._client.close(), asyncio.to_thread(self._join))
@@ -162,18 +170,50 @@ class _Run:
             if self._loading is not None:
                 self._loading.cancel()
             return
-        self._server.should_exit = True
-        drain = number == signal.SIGTERM and not again
-        self._client.draining = "the server is shutting down"
-        end = EngineDead(self._client.draining)
+        self._client.draining = SHUTTING_DOWN
         loop = asyncio.get_running_loop()
-        if drain:
-            self._server.config.timeout_graceful_shutdown = DRAIN + INTERRUPT
-            loop.call_later(DRAIN, self._client.fail, end)
+        if number == signal.SIGTERM and not again:
+            self._draining = loop.create_task(self._drain())
         else:
-            self._server.config.timeout_graceful_shutdown = INTERRUPT
-            self._client.fail(end)
+            self._client.fail(EngineDead(SHUTTING_DOWN))
+            loop.call_later(INTERRUPT, self._hang_up)
+            self._server.should_exit = True
             self._server.force_exit = again
+
+    async def _drain(self) -> None:
+        """Connections are accepted as long as responses that have begun go on: what comes is told to go elsewhere."""
+        loop, seconds = asyncio.get_running_loop(), self._settings.drain_seconds
+        end = loop.time() + seconds
+        log.info("draining", responses=self._client.load, seconds=seconds)
+        closing = (b"connection", b"close")  # who is refused must not come back on the same connection
+        self._server.config.encoded_headers.append(closing)
+        self._server.server_state.default_headers = [*self._server.server_state.default_headers, closing]
+        loop.call_at(end, self._cut)
+        loop.call_at(end + INTERRUPT, self._hang_up)
+        while self._client.load and loop.time() < end:
+            await asyncio.sleep(TICK)
+        # Those that tokenise, or whose clients are slow, have the rest of the time.
+        self._server.config.timeout_graceful_shutdown = math.ceil(max(end - loop.time(), 0) + 2 * INTERRUPT)
+        self._server.should_exit = True
+
+    def _cut(self) -> None:
+        if self._client.load:
+            log.warning("the time to drain is over", cut=self._client.load)
+        self._client.cut(EngineDead(SHUTTING_DOWN))
+
+    def _hang_up(self) -> None:
+        """On clients that do not read what they are told: to their responses it is as if they had left."""
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
+    async def _serve(self, serving: asyncio.Task[None]) -> None:
+        """Until the server ends, or the engine for good: then raises why."""
+        lost = asyncio.ensure_future(self._client.given_up())
+        await asyncio.wait((serving, lost), return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            lost.result()
+            await asyncio.wait((serving,))  # it ended while the server drained
+        lost.cancel()
 
     async def _load(self) -> tuple[EngineInfo, _Opened]:
         starting = asyncio.ensure_future(self._client.start(self._ui.progress))

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from framework.settings import Settings
 
 from .errors import Problem
-from .limits import DRAIN, KEEP_ALIVE, MAX_HEAD, MAX_PIPELINED, RECEIVE
+from .limits import INTERRUPT, KEEP_ALIVE, MAX_HEAD, MAX_PIPELINED, RECEIVE
 from .openai import spell
 from .proxy import outside
 
@@ -39,7 +39,7 @@ def http_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         ssl_keyfile=settings.ssl_keyfile,
         forwarded_allow_ips="*" if settings.uds else None,  # whoever may connect to a socket is the proxy
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=DRAIN,
+        timeout_graceful_shutdown=2 * INTERRUPT,  # only for what does not end when its client is gone
     )
 
 

@@ -2,8 +2,8 @@
 
 The prompt dictates the output, so that a test can place every stop string, character and end exactly. `Add.extra`
 steers it: `chunk` tokens per message (default 1); `hold`: answer nothing until aborted; `error` and `status`: refuse
-({id} in it is the request's); `retry_after`: of a refusal; `junk`: send what is no message; `spin`: compute for so many
-seconds first;
+({id} in it is the request's); `retry_after`: of a refusal; `junk`: send what is no message; `spin`, `sleep`: compute or
+do nothing for so many seconds first;
 `scores`: the log-probability of the tokens of each of `n` sequences;
 `die`: end the process after so many tokens; `fatal`: say why first; `pace`: seconds per step. Its statistics count
 unfinished requests as `running`.
@@ -103,6 +103,7 @@ def main(address: str, model: str) -> None:
                 case Add(extra={"junk": str(junk)}):
                     socket.send(junk.encode())
                 case Add() as add:
+                    time.sleep(add.extra.get("sleep", 0))
                     until = time.monotonic() + add.extra.get("spin", 0)
                     while time.monotonic() < until:
                         pass

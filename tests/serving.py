@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import uvicorn
 from framework.server import tgi_schemas
@@ -22,6 +23,7 @@ from framework.server.generation import Serving
 from framework.server.keys import Keys
 from framework.server.main import bind
 from framework.server.protocol import http_config
+from framework.server.supervisor import Pace, Supervisor
 from pydantic import ConfigDict, TypeAdapter
 
 from framework import Delivery, ResponseRecord, hookimpl
@@ -31,6 +33,7 @@ from framework.registry import load_plugins
 from framework.settings import Settings
 
 BASE = {"max_tokens": 200}
+NEVER = Pace(first=3600)
 
 
 class Recorder:
@@ -56,14 +59,24 @@ class Recorder:
 class Running:
     """A running server: its URL, its engine client, what its plugins heard, and clients for it."""
 
-    def __init__(self, url: str, client: EngineClient, recorder: Recorder, serving: Serving) -> None:
+    def __init__(self, url: str, supervisor: Supervisor, recorder: Recorder, serving: Serving) -> None:
         self.url = url
-        self.engine = client
+        self.supervisor = supervisor
         self.recorder = recorder
         self.serving = serving
         self.tokenizer = serving.tokenizer
         self.http = httpx.Client(base_url=url, timeout=30)
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+
+    @property
+    def engine(self) -> EngineClient:
+        """Of the present engine, or of the one that died."""
+        return self.supervisor.client
+
+    @property
+    def process(self) -> psutil.Process:
+        """The engine's."""
+        return psutil.Process(self.engine._engine.process.pid)  # type: ignore[union-attr]
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -89,14 +102,19 @@ def eventually(what: Callable[[], Any], seconds: float = 10) -> Any:
 
 @contextmanager
 def running(
-    settings: Settings, keys: Keys | None = None, extra: Sequence[tuple[str, object]] = (), **client_options: Any
+    settings: Settings,
+    keys: Keys | None = None,
+    extra: Sequence[tuple[str, object]] = (),
+    pace: Pace = NEVER,
+    **options: Any,
 ) -> Iterator[Running]:
+    """An engine that dies stays dead, unless `pace` says otherwise."""
     recorder = Recorder()
     plugins = load_plugins([("recorder", recorder), *extra])
     plugins.activate(settings, engine=False)
     checkpoint = open_checkpoint(settings, plugins)
     tokenizer = checkpoint.tokenizer()
-    client = EngineClient(settings, plugins, **client_options)
+    client = Supervisor(settings, plugins, pace=pace, **options)
     ready = threading.Event()
     found: list[Any] = []
     environment = pytest.MonkeyPatch()

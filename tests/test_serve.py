@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from rogue import install
 from serving import eventually
 
 from framework.machine import cores, list_cpus
@@ -138,30 +140,99 @@ def test_sigterm_lets_what_has_begun_finish(tiny_llama: Path, tmp_path: Path) ->
             httpx.get(f"{served.url}/health")
 
 
-def test_the_death_of_the_engine(tiny_llama: Path, tmp_path: Path) -> None:
-    with serve(tiny_llama, tmp_path) as served:
+def test_sigterm_ends_what_takes_longer(tiny_llama: Path, tmp_path: Path) -> None:
+    slow = ("--executor", "scripted", "--executor-opt", "delay=0.05")
+    with serve(tiny_llama, tmp_path, *slow, "--drain-seconds", "1") as served:
         served.ready()
-        assert httpx.get(f"{served.url}/health").status_code == 200
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG, timeout=60) as response:
+            chunks = response.iter_text()
+            first = next(chunks)
+            assert served.stop(signal.SIGTERM, within=8) == 0
+            text = first + "".join(chunks)
+        assert text.count('"finish_reason":"abort"') == 4 and '"error"' not in text
+        assert text.endswith("data: [DONE]\n\n")
+
+
+def rogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Flags of a server whose engine does what requests say."""
+    monkeypatch.setenv("PYTHONPATH", str(install(tmp_path / "plugins")))
+    return ("--executor", "scripted", "--plugin", "rogue")
+
+
+def ask(served: Served, **extra: Any) -> httpx.Response:
+    body = {"prompt": "The", "max_tokens": 3, "extra": extra}
+    return httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
+
+
+def healthy(served: Served) -> bool:
+    return httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_the_death_of_the_engine(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits is told why, and another engine takes its place; what the dead one had started is gone, too."""
+    with serve(tiny_llama, tmp_path, *rogue(tmp_path, monkeypatch)) as served:
+        served.ready()
+        assert healthy(served)
+        assert ask(served, child=True).status_code == 200
+        children = served.engines()
+        assert len(children) == 2
         with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG, timeout=5) as response:
             chunks = response.iter_text()
             first = next(chunks)
-            for engine in served.engines():
-                engine.kill()
+            children[0].kill()
             text = first + "".join(chunks)
         assert "SIGKILL" in text and text.endswith("data: [DONE]\n\n")
         health = httpx.get(f"{served.url}/health")
         assert health.status_code == 503 and "SIGKILL" in health.json()["error"]["message"]
         assert "framework_engine_up 0" in httpx.get(f"{served.url}/metrics").text
+        _, alive = psutil.wait_procs(children, 3)
+        assert not alive
+        eventually(lambda: healthy(served), 60)
+        assert ask(served).status_code == 200
+        assert "SIGSEGV" in ask(served, signal=signal.SIGSEGV).json()["error"]["message"]
+        eventually(lambda: healthy(served), 60)
+        assert "framework_engine_restarts_total 2" in httpx.get(f"{served.url}/metrics").text
         assert served.stop(signal.SIGTERM) == 0
+        for cause in ("SIGKILL", "SIGSEGV"):
+            assert f"ended by {cause}" in served.output
 
 
-def test_the_death_of_the_server_ends_the_engine(tiny_llama: Path, tmp_path: Path) -> None:
-    with serve(tiny_llama, tmp_path) as served:
+def test_an_engine_that_cannot_be_started_again_ends_the_server(tiny_llama: Path, tmp_path: Path) -> None:
+    """As when its files are gone."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    with serve(model, tmp_path) as served:
         served.ready()
-        engines = served.engines()
-        assert engines
+        (model / "config.json").unlink()
+        (engine,) = served.engines()
+        engine.kill()
+        assert served.process.wait(60) == 1, served.output
+        assert re.search(
+            r"^error: the engine ended and did not start again in 5 tries; the last: ", served.output, re.M
+        )
+        assert "Traceback" not in served.output
+
+
+@pytest.mark.parametrize("moment", ["loading", "serving", "frozen", "restarting"])
+def test_the_death_of_the_server_ends_everything(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The engine, whatever it does, and what it has started."""
+    with serve(tiny_llama, tmp_path, *rogue(tmp_path, monkeypatch)) as served:
+        if moment == "loading":
+            eventually(served.engines, 60)
+        else:
+            served.ready()
+            assert ask(served, child=True).status_code == 200
+        found = served.engines()
+        assert len(found) == (1 if moment == "loading" else 2)
+        if moment == "frozen":
+            found[0].suspend()
+        elif moment == "restarting":
+            found[0].kill()
+            found += eventually(lambda: [p for p in served.engines() if p not in found and p.cmdline()], 60)
         served.process.kill()
-        _, alive = psutil.wait_procs(engines, 5)
+        _, alive = psutil.wait_procs(found, 5)
         assert not alive
 
 

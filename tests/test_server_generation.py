@@ -27,6 +27,7 @@ from framework.server.client import EngineClient
 from framework.server.errors import Problem
 from framework.server.generation import Ask, Choice, Generation, Serving, route
 from framework.server.sse import Reply
+from framework.server.supervisor import Supervisor
 from framework.server.watch import Activity
 from pydantic import BaseModel
 from serving import Recorder, eventually
@@ -382,7 +383,7 @@ async def test_the_end_while_loading_waits_for_everything_at_once(
     plugins.activate(settings, engine=False)
     with main.bind("127.0.0.1", 0) as listener:
         run = main._Run(settings, plugins, UI(), listener)
-        run._client = EngineClient(settings, plugins, Slow)
+        run._client = Supervisor(settings, plugins, Slow)
         assert await run.main() == 130
     assert not together.broken
     assert run._opening is not None and not run._opening.is_alive()
@@ -394,7 +395,7 @@ class Silent:
     def progress(self, stage: str, share: float) -> None:
         pass
 
-    def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False) -> None:
+    def banner(self, *shown: object) -> None:
         pass
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import opentelemetry.trace
-import psutil
 import pytest
 from echo_engine import EchoProcess
 from framework.server import client
@@ -83,7 +82,7 @@ def test_an_engine_that_does_nothing_while_somebody_waits_is_given_up(server: Ru
     def healthy() -> bool:
         return server.http.get("/health").status_code == 200
 
-    engine = psutil.Process(server.engine._engine.process.pid)  # type: ignore[union-attr]
+    engine = server.process
     if stopped:
         engine.suspend()
     try:
@@ -264,8 +263,9 @@ def test_the_death_of_the_engine_fails_everybody(tiny_llama: Path, fatal: str | 
 def test_a_message_that_cannot_be_read_is_the_engine_s_end(tiny_llama: Path, junk: str) -> None:
     """As a plugin's wrong value can make it: nobody may wait for ever."""
     with running(Settings(model=str(tiny_llama)), spawn=EchoProcess) as server:
+        engine = server.process
         message = check_error(server.post("/v1/completions", prompt="a", extra={"junk": junk}), 503, None)
         assert "cannot be handled" in message
         assert check_error(server.http.get("/health"), 503, None) == message
         check_error(server.post("/v1/completions", prompt="a"), 503, None)
-        eventually(lambda: server.engine._engine.process.poll() is not None)  # type: ignore[union-attr]
+        eventually(lambda: not engine.is_running())

@@ -47,12 +47,12 @@ def test_every_name_is_accepted_and_the_first_shown(server: Running, path: str) 
 
 def test_ready_until_no_more_should_come(server: Running) -> None:
     assert server.http.get("/ready").status_code == 200
-    server.engine.draining = "the server is shutting down"
+    server.supervisor.draining = "the server is shutting down"
     try:
         assert check_error(server.http.get("/ready"), 503, None) == "the server is shutting down"
         assert server.http.get("/health").status_code == 200  # what has begun goes on
     finally:
-        server.engine.draining = None
+        server.supervisor.draining = None
 
 
 def test_a_dead_engine_is_not_ready(tiny_llama: Path) -> None:

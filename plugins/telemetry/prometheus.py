@@ -157,6 +157,7 @@ class _EngineCollector(Collector):
             return CounterMetricFamily(f"framework_{name}", help, value=value)
 
         yield gauge("engine_up", "1 while the engine process is alive.", float(self._client.alive))
+        yield counter("engine_restarts", "Engine processes that took the place of one that ended.", stats.restarts)
         yield gauge("requests_running", "Requests in the running batch.", stats.running)
         yield gauge("requests_waiting", "Requests waiting for admission.", stats.waiting)
         yield gauge(

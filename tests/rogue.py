@@ -1,0 +1,44 @@
+"""A plugin that does to its engine what a request says in `extra`: `sleep` or `spin` for so many seconds, send itself a
+`signal`, start a `child` process, `raise` an error."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from framework import Provider, Request, hookimpl
+
+
+class Rogue:
+    @hookimpl
+    def accept(self, request: Request) -> None:
+        extra = request.extra
+        time.sleep(extra.get("sleep", 0))
+        until = time.monotonic() + extra.get("spin", 0)
+        while time.monotonic() < until:
+            pass
+        if "child" in extra:
+            subprocess.Popen(["sleep", "600"])
+        if "raise" in extra:
+            raise RuntimeError(extra["raise"])
+        if "signal" in extra:
+            os.kill(os.getpid(), extra["signal"])
+
+
+@hookimpl
+def providers() -> Iterable[Provider]:
+    return [Provider("plugin", "rogue", Rogue, summary="does what plugins should not")]
+
+
+def install(folder: Path) -> Path:
+    """Make it a plugin of every process that has the folder in its PYTHONPATH; returns the folder."""
+    about = folder / "rogue-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: rogue\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[framework.plugins]\nrogue = rogue\n")
+    shutil.copy(__file__, folder / "rogue.py")
+    return folder

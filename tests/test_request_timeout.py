@@ -1,0 +1,85 @@
+"""--request-timeout: what has taken too long ends with what there is of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from echo_engine import EchoProcess
+from serving import Running, check_error, completion, events, eventually, running
+
+from framework.settings import Settings
+
+LIMIT = 0.6
+SLOW = {"pace": 0.02}
+PROMPT = [5] * 100
+"""Two seconds, at that pace."""
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[Running]:
+    settings = Settings(model=str(tiny_llama), served_model_name="echo", request_timeout=LIMIT)
+    with running(settings, spawn=EchoProcess) as found:
+        yield found
+
+
+def free(server: Running) -> None:
+    eventually(lambda: server.engine.stats.running == 0 == server.supervisor.load, 1)
+    assert not len(server.supervisor.waiting)
+
+
+def test_what_is_quick_is_whole(server: Running) -> None:
+    assert completion(server, server.ids("quick"))[0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_ends_with_what_there_is(server: Running, stream: bool) -> None:
+    begin = time.monotonic()
+    response = server.post("/v1/completions", prompt=PROMPT, n=2, stream=stream, extra=SLOW)
+    assert LIMIT <= time.monotonic() - begin < 1.9
+    assert response.status_code == 200
+    free(server)
+    if stream:
+        pieces = [chunk["choices"][0] for chunk in events(response)]
+        texts = ["".join(p["text"] for p in pieces if p["index"] == index) for index in (0, 1)]
+        assert [p["finish_reason"] for p in pieces].count("abort") == 2
+    else:
+        body = response.json()
+        texts = [choice["text"] for choice in body["choices"]]
+        assert [choice["finish_reason"] for choice in body["choices"]] == ["abort", "abort"]
+        assert 0 < body["usage"]["completion_tokens"] < 2 * len(PROMPT)
+    whole = server.tokenizer.decode(PROMPT)
+    assert all(text and whole.startswith(text) and text != whole for text in texts)
+    id = response.headers["x-request-id"]
+    record = server.record(f"cmpl-{id}")
+    assert (record.status, record.error, record.finish_reasons) == (200, None, ["abort", "abort"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_of_which_there_is_nothing_is_an_error(server: Running, stream: bool) -> None:
+    """A stream has not begun, then: it is an HTTP error, too."""
+    response = server.post("/v1/completions", prompt="a", stream=stream, extra={"hold": True})
+    assert check_error(response, 504, None) == f"no token came within {LIMIT} s (--request-timeout)"
+    free(server)
+
+
+def test_choices_that_have_ended_stay_as_they_are(server: Running) -> None:
+    """Of two prompts one is short."""
+    body = server.post("/v1/completions", prompt=[[5] * 3, PROMPT], extra=SLOW).json()
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "abort"]
+    free(server)
+
+
+def test_a_client_that_does_not_read_keeps_no_request_running(server: Running) -> None:
+    content = json.dumps({"prompt": [PROMPT] * 100, "stream": True, "extra": SLOW}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.http.base_url.port))
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        eventually(lambda: server.engine.stats.running == 100)
+        eventually(lambda: server.engine.stats.running == 0, 1.5)

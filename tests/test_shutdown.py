@@ -1,0 +1,225 @@
+"""The end of the server: who may go on, for how long, and what everybody is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from echo_engine import EchoProcess
+from framework.server import main
+from framework.server.supervisor import Pace, Supervisor
+from serving import Recorder
+from test_server_generation import Silent
+from test_supervisor import SOON, Engines, fails, until
+
+from framework import EngineDead
+from framework.registry import load_plugins
+from framework.settings import Settings
+
+PROMPT = [5] * 100
+SLOW = {"pace": 0.02}
+"""With `PROMPT`: two seconds."""
+HOLD = {"hold": True}
+
+
+class Ending:
+    """A server in this loop, to be ended by `signal`; `code` waits for its exit code."""
+
+    def __init__(self, run: main._Run, whole: asyncio.Task[int], recorder: Recorder, http: httpx.AsyncClient) -> None:
+        self.run = run
+        self.whole = whole
+        self.recorder = recorder
+        self.http = http
+        self.signal = run._on_signal
+        self.supervisor = run._client
+
+    @property
+    def port(self) -> int:
+        return self.http.base_url.port or 0
+
+    @property
+    def engine(self) -> psutil.Process:
+        return psutil.Process(self.supervisor.client._engine.process.pid)  # type: ignore[union-attr]
+
+    def ask(self, path: str = "/v1/completions", **body: Any) -> asyncio.Task[httpx.Response]:
+        return asyncio.create_task(self.http.post(path, json={"prompt": PROMPT, **body}))
+
+    async def begun(self, tokens: int = 1) -> None:
+        await until(lambda: self.supervisor.stats.generation_tokens >= tokens)
+
+    async def code(self, within: float) -> int:
+        return await asyncio.wait_for(asyncio.shield(self.whole), within)
+
+
+@asynccontextmanager
+async def serving(model: Path, spawn: Any = EchoProcess, pace: Pace = SOON, **more: Any) -> AsyncIterator[Ending]:
+    settings, recorder = Settings(model=str(model), served_model_name="echo", **more), Recorder()
+    plugins = load_plugins([("recorder", recorder)])
+    plugins.activate(settings, engine=False)
+    with main.bind("127.0.0.1", 0) as listener:
+        run = main._Run(settings, plugins, Silent(), listener)
+        run._client = Supervisor(settings, plugins, spawn, pace)
+        whole = asyncio.create_task(run.main())
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=30) as http:
+            try:
+                await until(lambda: run._gate.opened or whole.done(), 60)
+                assert not whole.done() or whole.result()
+                yield Ending(run, whole, recorder, http)
+            finally:
+                if not whole.done():
+                    run._on_signal(signal.SIGINT)
+                await asyncio.wait([whole], timeout=10)
+
+
+def chunks(response: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def refused(response: httpx.Response) -> None:
+    assert response.status_code == 503 and response.headers["retry-after"] == "1"
+    assert response.json()["error"]["message"] == "the server is shutting down"
+
+
+async def test_sigterm_lets_responses_finish_and_refuses_others(tiny_llama: Path) -> None:
+    """On connections old and new, which are closed: whoever comes back finds another server."""
+    async with serving(tiny_llama) as server:
+        assert (await server.http.get("/ready")).status_code == 200  # this connection stays open
+        streamed, whole = server.ask(stream=True, extra=SLOW), server.ask(extra=SLOW)
+        await server.begun()
+        server.signal(signal.SIGTERM)
+        async with httpx.AsyncClient(base_url=server.http.base_url) as other:
+            for http in (server.http, other):
+                refused(await http.get("/ready"))
+                for path, body in (
+                    ("/v1/completions", {"prompt": "a"}),
+                    ("/v1/completions", {"prompt": "a", "stream": True}),
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                ):
+                    answer = await http.post(path, json=body)
+                    refused(answer)
+                    assert answer.headers["connection"] == "close"
+                assert (await http.get("/health")).status_code == 200
+                assert (await http.get("/metrics")).status_code == 200
+        assert not whole.done() and not server.whole.done()
+        assert (await whole).json()["choices"][0]["finish_reason"] == "length"
+        assert chunks(await streamed)[-1]["choices"][0]["finish_reason"] == "length"
+        assert await server.code(3) == 0
+        with pytest.raises(httpx.ConnectError):
+            await server.http.get("/ready")
+        assert sorted(record.status for record in server.recorder.records) == [200, 200, *[503] * 6]
+
+
+async def test_the_end_does_not_wait_if_nothing_is_unfinished(tiny_llama: Path) -> None:
+    async with serving(tiny_llama) as server:
+        assert (await server.ask()).status_code == 200
+        server.signal(signal.SIGTERM)
+        assert await server.code(3) == 0
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5])
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_responses_end_with_what_there_is_when_the_time_is_over(
+    tiny_llama: Path, seconds: float, frozen: bool
+) -> None:
+    """Even if the engine does not react any more; where there is nothing yet, with an error that says to come again."""
+    async with serving(tiny_llama, drain_seconds=seconds) as server:
+        streamed, whole = server.ask(stream=True, n=2, extra=SLOW), server.ask(extra=SLOW)
+        waits = server.ask(extra=HOLD)
+        await server.begun(9)
+        await until(lambda: server.supervisor.load == 3)
+        if frozen:
+            server.engine.suspend()
+        begin = time.monotonic()
+        server.signal(signal.SIGTERM)
+        body = (await whole).json()
+        assert time.monotonic() - begin >= seconds
+        assert body["choices"][0]["finish_reason"] == "abort" and body["choices"][0]["text"]
+        assert 0 < body["usage"]["completion_tokens"] < len(PROMPT)
+        refused(await waits)
+        events = [chunk["choices"][0] for chunk in chunks(await streamed)]
+        assert sorted(e["index"] for e in events if e["finish_reason"] == "abort") == [0, 1]
+        assert await server.code(4) == 0
+        found = sorted((r.status, r.error, r.finish_reasons) for r in server.recorder.records)
+        assert found == [
+            (200, None, ["abort"]),
+            (200, None, ["abort"] * 2),
+            (503, "the server is shutting down", ["abort"]),
+        ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_it_at_once(tiny_llama: Path, number: int) -> None:
+    async with serving(tiny_llama) as server:
+        streamed, whole = server.ask(stream=True, extra=SLOW), server.ask(extra=HOLD)
+        await server.begun()
+        server.signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        server.signal(number)
+        assert await server.code(3) == 0
+        refused(await whole)
+        assert "shutting down" in chunks(await streamed)[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]],
+    ids=["term", "int", "term-term"],
+)
+async def test_who_never_reads_holds_nothing_up(
+    tiny_llama: Path, signals: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its response is generated at once, and far more than sockets hold."""
+    async with serving(tiny_llama, drain_seconds=1) as server:
+        prompts = [list(range(5, 105))] * 200
+        content = json.dumps({"prompt": prompts, "stream": True, "extra": {"pace": 0.001}}).encode()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        )
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_sendall(connection, head % len(content) + content)
+            await server.begun(200 * 100)
+            assert not server.recorder.records
+            for number in signals:
+                server.signal(number)
+                await asyncio.sleep(0.3)
+            assert await server.code(5) == (130 if signals == [signal.SIGINT] else 0)
+        assert len(server.recorder.records) == 1
+        assert "Traceback" not in caplog.text
+
+
+async def test_an_engine_that_dies_while_the_server_drains_is_not_replaced(tiny_llama: Path) -> None:
+    engines = Engines(EchoProcess)
+    async with serving(tiny_llama, engines) as server:
+        streamed = server.ask(stream=True, extra=SLOW)
+        await server.begun()
+        server.signal(signal.SIGTERM)
+        server.engine.kill()
+        assert "SIGKILL" in chunks(await streamed)[-1]["error"]["message"]
+        assert await server.code(3) == 0
+        assert len(engines.asked) == 1
+
+
+async def test_the_server_ends_with_an_engine_that_cannot_be_replaced(tiny_llama: Path) -> None:
+    """`framework serve` makes exit code 1 of it."""
+    async with serving(tiny_llama, Engines(EchoProcess, fails("no memory"))) as server:
+        streamed = server.ask(stream=True, extra=SLOW)
+        await server.begun()
+        server.engine.kill()
+        assert "SIGKILL" in chunks(await streamed)[-1]["error"]["message"]
+        with pytest.raises(EngineDead, match="did not start again in 3 tries; the last: no memory"):
+            await server.code(20)
