@@ -59,7 +59,7 @@ def test_the_prefix_may_be_taken_away_or_not(server: Running, prefix: str) -> No
     assert "".join(chunk["choices"][0]["text"] for chunk in events(answer)) == "fine"
     assert http.get(f"{prefix}/llm/health", headers=KEY).status_code == (404 if prefix else 200)
     assert http.get(f"{prefix}/llmx/health", headers=KEY).status_code == 404
-    for root in ({"/llm", "/llm/"} if prefix else {"/"}):
+    for root in {"/llm", "/llm/"} if prefix else {"/"}:
         answer = http.post(root, json={"inputs": "fine", "parameters": {"max_new_tokens": 2}}, headers=KEY)
         assert answer.status_code == 200, answer.text
 
