@@ -1,11 +1,18 @@
-"""A message of the server as requests: one for each output that was asked for."""
+"""A message of the server as requests, one for each output that was asked for; and what they wait for before they may
+run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
-from .messages import Add, seed_of
+from .errors import PluginError
+from .messages import Add, TokenOutput, seed_of
 from .types import Request
+
+if TYPE_CHECKING:
+    from .registry import Plugins
 
 
 def requests_of(message: Add, order: int, limit: int, now: int, seed: int) -> Iterator[Request]:
@@ -29,3 +36,41 @@ def requests_of(message: Add, order: int, limit: int, now: int, seed: int) -> It
             seed=seed_of(seed, order + k) if given is None else seed_of(given, k),
             limit=limit,
         )
+
+
+def refusal(id: str, reason: str, status: int, retry_after: float | None = None) -> TokenOutput:
+    return TokenOutput(id, 0, [], finish_reason="error", error=reason, status=status, retry_after=retry_after)
+
+
+class Preparing:
+    """Requests for which plugins prepare something: see the hook `prepare`."""
+
+    def __init__(self, plugins: Plugins) -> None:
+        self._plugins = plugins
+        self._waits: dict[Request, list[Future[Any]]] = {}
+
+    def begin(self, request: Request) -> bool:
+        """Whether it has to wait."""
+        try:
+            waits: list[Future[Any]] = self._plugins.call("prepare", request=request)
+        except PluginError as error:
+            waits = [Future()]
+            waits[0].set_exception(error)
+        if all(wait.done() and wait.exception() is None for wait in waits):
+            return False
+        self._waits[request] = waits
+        return True
+
+    def over(self) -> Iterator[tuple[Request, BaseException | None]]:
+        """Those that need not wait any more, each once, and what went wrong."""
+        for request, waits in list(self._waits.items()):
+            if all(wait.done() for wait in waits):
+                del self._waits[request]
+                yield request, next(filter(None, (wait.exception() for wait in waits)), None)
+
+    def leave(self, request: Request, heir: Request | None) -> bool:
+        """`request` ends; `heir` waits in its place. Whether it did wait."""
+        waits = self._waits.pop(request, None)
+        if waits is not None and heir is not None:
+            self._waits[heir] = waits
+        return waits is not None

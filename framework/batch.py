@@ -367,12 +367,14 @@ class RowBatch:
         self.removed: Sequence[str] = tuple(rows.removed)
         self.likeliest: torch.Tensor | None = None
         self.largest: Largest | None = None
+        self.errors: dict[str, str] = {}
         self.asked = [row for row, params in enumerate(self.params) if params.logprobs is not None]
         self._rows = rows
 
     def advance(self, output_len: Array) -> None:
         """The next step samples the same requests."""
         self.output_len, self.added, self.removed, self.likeliest = output_len.tolist(), (), (), None
+        self.errors = {}
 
     def prompt_tokens(self, id: str) -> Array:
         row = self._rows.index[id]

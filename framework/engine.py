@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from .arrivals import requests_of
-from .errors import EngineDead, PluginError
+from .arrivals import Preparing, refusal, requests_of
+from .errors import EngineDead, InvalidRequest, PluginError
 from .executor import Done, Executor, Pending
 from .kv import KVCache
 from .log import get_logger
@@ -20,7 +20,7 @@ from .planner import Planner
 from .policy import checked_refusal, report_fault
 from .preemption import Limits
 from .registry import Plugins
-from .types import Mode, Reject, Request, Status
+from .types import Reject, Request, Status
 
 log = get_logger(__name__)
 
@@ -44,6 +44,7 @@ class Engine:
         self.clock = executor.clock
         self.max_model_len = max_model_len
         self.planner = Planner(plugins, kv, limits, seed, self.clock.ns)
+        self._preparing = Preparing(plugins)
         self.requests: dict[str, Request] = {}
         self._flying: deque[tuple[Plan, Pending, Timings]] = deque()
         self._blocks = kv.usage().total
@@ -62,11 +63,11 @@ class Engine:
         prompt, params = message.prompt, message.params
         taken = next((id for id in message.ids if id in self.requests), None)
         if taken is not None:
-            return [_refusal(message.id, f"request id {taken!r} is in use by an unfinished request", 409)]
+            return [refusal(message.id, f"request id {taken!r} is in use by an unfinished request", 409)]
         limit = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         if not prompt or limit > self.max_model_len or limit <= len(prompt):
             reason = f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} do not fit 1 to "
-            return [_refusal(message.id, f"{reason}{self.max_model_len} tokens", 400)]
+            return [refusal(message.id, f"{reason}{self.max_model_len} tokens", 400)]
         requests = list(requests_of(message, self._accepted + 1, limit, self.clock.ns(), self._seed))
         self._accepted += len(requests)
         # The last token is never read again, so its key and value need no place. Without max_tokens a request that
@@ -74,14 +75,14 @@ class Engine:
         needed = self.kv.peak(requests[0], len(prompt) if params.max_tokens is None else limit - 1)
         if needed > self._blocks:
             reason = f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} need {needed} KV blocks"
-            return [_refusal(message.id, f"{reason}, the whole pool has {self._blocks}", 400)]
+            return [refusal(message.id, f"{reason}, the whole pool has {self._blocks}", 400)]
         for at, request in enumerate(requests):
             refused = self._accept(request)
             if refused is not None:  # all or none
                 for shown in requests[: at + 1]:
                     shown.finish_reason = "rejected"
                     self._done(shown)
-                return [_refusal(message.id, refused.reason, refused.status, refused.retry_after)]
+                return [refusal(message.id, refused.reason, refused.status, refused.retry_after)]
         for request in requests:
             self._notify("arrived", request=request, view=self.planner.view)  # may set its level, which orders queues
             self._check_level(request)
@@ -89,7 +90,7 @@ class Engine:
         for child in requests[1:]:
             self.planner.hide(child)
         requests[0].children = requests[1:]
-        self.planner.add(requests[0])
+        (self.planner.hide if self._preparing.begin(requests[0]) else self.planner.add)(requests[0])
         return []
 
     def _accept(self, request: Request) -> Reject | None:
@@ -132,11 +133,25 @@ class Engine:
         """Plan a step and submit it; commit all in flight but what the executor takes beside another. Empty if nothing
         could run; ask again within 10 ms while there is work. Raises `EngineDead` if the executor is gone,
         `PluginError` if a policy failed too often."""
-        outputs = self._land() if self.planner.preemption.postponed else []
+        outputs = self._prepared()
+        outputs += self._land() if self.planner.preemption.postponed else []
         if not self._submit(outputs) and self._flying:  # what is in flight decides how it goes on
             outputs += self._land()
             self._submit(outputs)
         return outputs + self._land(self.executor.max_in_flight - 1)
+
+    def _prepared(self) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        for request, error in self._preparing.over():
+            if error is None:
+                self.planner.unhide(request)
+                continue
+            if not isinstance(error, InvalidRequest):
+                log.error("a request could not be prepared", request_id=request.id, exc_info=error)
+            for one in (*request.children, request):
+                outputs.append(self._finish(one, "error", error=str(error)))
+                outputs[-1].status = 400 if isinstance(error, InvalidRequest) else 500
+        return outputs
 
     def _submit(self, outputs: list[TokenOutput]) -> bool:
         """False if there is nothing to do in a step. Adds to `outputs`."""
@@ -244,7 +259,10 @@ class Engine:
             request.children, heir.children, heir.parent = [], rest, None
             for child in rest:
                 child.parent = heir.id
-            self.planner.unhide(heir)
+            if not self._preparing.leave(request, heir):
+                self.planner.unhide(heir)
+        else:
+            self._preparing.leave(request, None)
 
     def _done(self, request: Request) -> None:
         request.finished_at = self.clock.ns() / 1e9
@@ -262,28 +280,7 @@ class Engine:
             raise PluginError(message, plugin) from exc
 
     def stats(self) -> EngineStats:
-        planner, usage = self.planner, self.kv.usage()
-        return EngineStats(
-            step=self.steps,
-            running=len(planner.view.running),
-            waiting=len(planner.view.queued),
-            kv_blocks=usage.total,
-            kv_holding=usage.holding,
-            kv_reserved=usage.reserved,
-            kv_cached=usage.cached,
-            kv_swapped=usage.swapped,
-            kv_tokens=usage.tokens,
-            preemptions_swap=planner.preemption.counts[Mode.SWAP],
-            preemptions_recompute=planner.preemption.counts[Mode.RECOMPUTE],
-            swaps_exhausted=planner.preemption.exhausted,
-            prompt_tokens=planner.prompt_tokens,
-            recomputed_tokens=planner.recomputed_tokens,
-            prefix_hits=planner.hits,
-            prefix_hit_tokens=planner.hit_tokens,
-            generation_tokens=self._generated,
-            failed_steps=self._failed_steps,
-            plugin_faults=dict(planner.policy.faults),
-        )
+        return EngineStats.of(self.planner, self.kv.usage(), self.steps, self._failed_steps, self._generated)
 
     def close(self) -> None:
         """Abort what is left, tell plugins, stop the executor."""
@@ -294,7 +291,3 @@ class Engine:
         self.abort(list(self.requests))
         self._notify("stopping", engine=self)
         self.executor.stop()
-
-
-def _refusal(id: str, reason: str, status: int, retry_after: float | None = None) -> TokenOutput:
-    return TokenOutput(id, 0, [], finish_reason="error", error=reason, status=status, retry_after=retry_after)

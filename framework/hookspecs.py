@@ -11,6 +11,7 @@ wins; *event*: every implementation is called, nothing is returned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -152,6 +153,18 @@ class Hooks:
         @hookimpl
         def arrived(self, request):
             request.level = request.extra.get("deadline", float("inf"))
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def prepare(self, request: Request) -> Future[Any] | None:
+        """Engine, once per accepted message, with its first request. *Collect.* What has to be done before it can run,
+        by a thread of the plugin's, or None. Until then policies do not see the request. It ends with what the future
+        raises, status 400 for an `InvalidRequest`::
+
+        @hookimpl
+        def prepare(self, request):
+            return self.pool.submit(self.load, request.adapter) if request.adapter else None
         """
         raise NotImplementedError
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from .errors import ConfigError, InvalidRequest, brief
+from .grammars import FIELD, normalised
 from .messages import EngineInfo
 from .types import INT64, SamplingParams
 
@@ -197,6 +198,10 @@ class InputProcessor:
             )
         eos = params.eos_token_ids or tuple(id for id in self.tokenizer.eos_token_ids if 0 <= id < vocab)
         params = msgspec.structs.replace(params, eos_token_ids=eos, top_k=min(params.top_k, vocab))
+        if params.structured_outputs is not None:
+            if not eos:
+                raise InvalidRequest(FIELD, f"{FIELD}: this model has no end token, which is to follow a whole output")
+            params = msgspec.structs.replace(params, structured_outputs=normalised(params.structured_outputs))
         most = room if params.max_tokens is None else params.max_tokens
         msgspec.structs.replace(params, max_tokens=most).check(vocab)
         if params.bad_words:

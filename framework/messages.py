@@ -7,12 +7,16 @@ reason that it knows. Times are nanoseconds of the monotonic clock, which both p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .plan import Logprobs
-from .types import Request, SamplingParams
+from .types import Mode, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from .kv import Usage
+    from .planner import Planner
 
 _MASK64 = 2**64 - 1
 
@@ -146,6 +150,30 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_hit_tokens: int = 0
     restarts: int = 0
     """Of the engine process. Counted by the server, which adds up the counters of all of them."""
+
+    @classmethod
+    def of(cls, planner: Planner, usage: Usage, steps: int, failed_steps: int, generated: int) -> EngineStats:
+        return cls(
+            step=steps,
+            running=len(planner.view.running),
+            waiting=len(planner.view.queued),
+            kv_blocks=usage.total,
+            kv_holding=usage.holding,
+            kv_reserved=usage.reserved,
+            kv_cached=usage.cached,
+            kv_swapped=usage.swapped,
+            kv_tokens=usage.tokens,
+            preemptions_swap=planner.preemption.counts[Mode.SWAP],
+            preemptions_recompute=planner.preemption.counts[Mode.RECOMPUTE],
+            swaps_exhausted=planner.preemption.exhausted,
+            prompt_tokens=planner.prompt_tokens,
+            recomputed_tokens=planner.recomputed_tokens,
+            prefix_hits=planner.hits,
+            prefix_hit_tokens=planner.hit_tokens,
+            generation_tokens=generated,
+            failed_steps=failed_steps,
+            plugin_faults=dict(planner.policy.faults),
+        )
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):

@@ -13,8 +13,8 @@ class ResponseRecord(msgspec.Struct, kw_only=True):
     """One generation request over HTTP (or of the Python API), from first byte to last. Times: monotonic ns.
 
     `trace_id`, `span_id` (hex) are minted for every request; `parent_span_id` comes from an incoming traceparent,
-    whose trace id is continued. Stages: (name, start, end): http.receive, tokenize, detokenize, http.send; `detokenize`
-    may repeat. Sums over many short stages are kept in `detokenize_ns`.
+    whose trace id is continued. Stages: (name, start, end): http.receive, tokenize, grammar, detokenize, http.send;
+    `detokenize` may repeat. Sums over many short stages are kept in `detokenize_ns`.
     """
 
     id: str

@@ -176,8 +176,8 @@ class Plugins:
         names = list(dict.fromkeys(settings.plugin))
         if settings.otlp_endpoint and "otel" not in names:
             names.append("otel")
-        if "prometheus" not in names and ("plugin", "prometheus") in self._providers:
-            names.append("prometheus")
+        always = ("prometheus", "grammar") if engine else ("prometheus",)
+        names += [name for name in always if name not in names and ("plugin", name) in self._providers]
         options: dict[str, dict[str, Any]] = {name: {} for name in names}
         for key, value in settings.plugin_opt.items():
             name, _, option = key.partition(".")

@@ -53,6 +53,11 @@ class SampleBatch(Protocol):
         row, in one pass over it. None: there is no backend."""
 
     @property
+    def errors(self) -> dict[str, str]:
+        """By id, for logits processors to fill in: why nothing may follow, where that is told to the client. All logits
+        of its row must be -inf."""
+
+    @property
     def extra(self) -> Sequence[dict[str, Any]]: ...
     def prompt_tokens(self, id: str) -> np.ndarray[Any, Any]:
         """int32; do not change."""

@@ -169,6 +169,10 @@ class Settings(BaseSettings):
         30.0, "Server", "SIGTERM: how long responses that have begun may go on; 0: they end at once."
     )
 
+    grammar_timeout: Annotated[float, Field(gt=0, le=600)] = setting(
+        5.0, "Server", "Seconds that a schema, regex or grammar may take to compile; what takes longer is refused."
+    )
+
     scheduler: str = setting("fcfs", "Scheduling", "Scheduler provider.")
     scheduler_opt: dict[str, Any] = setting({}, "Scheduling", "Option of the scheduler, key=value; repeatable.")
     max_num_seqs: Annotated[int, Field(ge=1, le=2**16)] = setting(256, "Scheduling", "Most requests running at once.")

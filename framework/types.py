@@ -154,7 +154,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 "allowed_token_ids",
                 "allowed_token_ids: bad_words (or bad_token_ids) ban each of them; allow another or ban less",
             )
-        need(self.structured_outputs is None, "structured_outputs", "left out: it is not supported yet")
 
     @property
     def greedy(self) -> bool:

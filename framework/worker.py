@@ -346,13 +346,13 @@ class TorchExecutor(Executor):
         fetched = self.device.fetch([drawn.tokens, drawn.best])
         vocab = logits.shape[1]
         sampling = rows.sampled(step, drawn.tokens, lambda: self._checked(fetched.wait()[0], vocab))
-        ids, params = step.sampled.ids, step.sampled.params
+        ids, params, reasons = step.sampled.ids, step.sampled.params, step.sampled.errors
 
         def finish() -> StepResult:
             chosen = rows.learn(sampling)
             tokens = dict(zip(ids, zip(chosen, strict=True), strict=True))
             errors = {ids[at]: why for at, why in not_finite(fetched.wait()[1]).items()}
-            errors |= dict.fromkeys(unscored, NOT_FINITE)
+            errors |= dict.fromkeys(unscored, NOT_FINITE) | {id: reasons[id] for id in errors if id in reasons}
             for id in errors:
                 tokens.pop(id, None)
             logprobs: dict[str, tuple[Logprobs, ...]] = {}

@@ -46,6 +46,7 @@ from framework.process import spawn
 from framework.registry import Plugins
 from framework.settings import Settings
 
+from .grammars import Grammars
 from .limits import LAST_WORDS, MAX_SENT, STALLED_AFTER
 from .waiting import Waiting
 from .watch import Activity
@@ -167,7 +168,7 @@ class EngineClient:
 
     `info` is None until the engine is ready. `dead` says why the engine is gone, which `gone` waits for; `stalled` why
     it is given up until it is heard again: as long as one of them is set, `generate` raises `EngineDead`. `waiting` is
-    the queue.
+    the queue; `grammars` knows which ones are good.
     """
 
     def __init__(self, settings: Settings, plugins: Plugins, spawn: Callable[[Settings], Spawned] = spawn) -> None:
@@ -176,6 +177,7 @@ class EngineClient:
         self.stalled: str | None = None
         self.gone = asyncio.Event()
         self.waiting = Waiting(settings.max_queued_requests, settings.max_queued_tokens)
+        self.grammars = Grammars(settings.grammar_timeout)
         self._settings = settings
         self._plugins = plugins
         self._spawn = spawn
@@ -258,6 +260,7 @@ class EngineClient:
             stream.fail(error)
         self._sequences.clear()
         self.waiting.clear()
+        self.grammars.fail(str(error))
 
     def cut(self, error: FrameworkError) -> None:
         """End every unfinished response: see `Stream.cut`."""
@@ -275,6 +278,7 @@ class EngineClient:
             await asyncio.shield(self._closing)
 
     async def _close(self, ended: asyncio.Future[None]) -> None:
+        await self.grammars.close()
         await ended
         for task in self._tasks:
             task.cancel()

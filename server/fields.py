@@ -152,9 +152,19 @@ class Sender(Body):
         }
 
 
+_GUIDED = "is no field any more: use structured_outputs"
+
+
 class Absent(BaseModel):
     """What clients of other servers may ask for, and would miss in the output if it were ignored."""
 
+    guided_json: Annotated[Any, Only(_GUIDED)] = None
+    guided_regex: Annotated[Any, Only(_GUIDED)] = None
+    guided_choice: Annotated[Any, Only(_GUIDED)] = None
+    guided_grammar: Annotated[Any, Only(_GUIDED)] = None
+    guided_json_object: Annotated[Any, Only(_GUIDED, False)] = None
+    guided_decoding_backend: Annotated[Any, Only(_GUIDED)] = None
+    guided_whitespace_pattern: Annotated[Any, Only(_GUIDED)] = None
     use_beam_search: Annotated[Any, Only("beam search is not supported", False)] = None
     length_penalty: Annotated[Any, Only("is for beam search, which is not supported", 1, 1.0)] = None
     logprob_token_ids: Annotated[Any, Only("log-probabilities of chosen tokens are not supported", [])] = None

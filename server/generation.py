@@ -215,6 +215,7 @@ class Generation:
             ids = await tokenize()
         words = sum(map(len, ask.fields.get("bad_words", ())))  # to be tokenised, too
         prompts = self._prompts(ask, ids) if words <= INLINE_TEXT else await asyncio.to_thread(self._prompts, ask, ids)
+        await self._try_grammar(ask, prompts)
         every = [prompt for prompt in prompts for _ in range(prompt.n)]
         record.choices = len(every)
         adds = [
@@ -271,6 +272,16 @@ class Generation:
         for index, choice in enumerate(best):
             choice.index = index
         return best
+
+    async def _try_grammar(self, ask: Ask, prompts: Sequence[Prompt]) -> None:
+        wanted = prompts[0].params.structured_outputs if prompts else None
+        if wanted is not None:
+            begin = time.monotonic_ns()
+            try:
+                with _naming(ask):
+                    await self.serving.client.grammars.check(wanted, self.serving.inputs)
+            finally:
+                self.record.stages.append(("grammar", begin, time.monotonic_ns()))
 
     def _tenant(self, ask: Ask) -> str:
         if not self._known:

@@ -51,7 +51,9 @@ MAX_NEW_TOKENS = 1024
 MAX_USER = 256
 """Characters of `user`: policies and metrics use it as a key."""
 MAX_EXTRA = 64 * 2**10
-"""Bytes of `extra`: room for a grammar or a schema; each prompt carries it."""
+"""Bytes of `extra`: each prompt carries it."""
+MAX_GRAMMAR = 64 * 2**10
+"""Bytes of a schema, regex, grammar or list of choices: each prompt carries it, and compiling it takes a while."""
 MAX_TEXT = 2**20
 """Characters that /tokenize takes: a second of a thread, and 100 MB for what comes of them."""
 MAX_TOKENS = 2**20
@@ -72,6 +74,13 @@ MAX_HEAD = 64 * 2**10
 MAX_PIPELINED = 64
 """Requests that wait for their turn on one connection: each is kept, and one piece of data can hold thousands."""
 
+MAX_TRIALS = 4
+"""Grammars that are tried out at once: one that takes all its time shall not hold up the others."""
+MAX_TRIALS_WAITING = 256
+"""Those that wait for that, with their requests."""
+KEPT_VERDICTS = 4 * 2**20
+"""Bytes of what is known of grammars that were tried out before."""
+
 # Sizes of an answer to a bad request
 
 MAX_PROBLEMS = 10
@@ -91,6 +100,8 @@ KEEP_ALIVE = 75
 """An idle connection stays open longer than clients keep theirs: otherwise their next request can meet its end."""
 STALLED_AFTER = 15
 """An engine is stalled that has neither sent anything nor computed for so long, though requests wait."""
+TRIALS_START = 60
+"""How much longer than the trial itself the first may take: a process has to start and to import torch."""
 LAST_WORDS = 0.3
 """For the engine's own account of why it ended, once its process is gone."""
 INTERRUPT = 1

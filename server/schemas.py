@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+)
 
 from framework import InvalidRequest, SamplingParams
 from framework.errors import brief
@@ -43,6 +51,7 @@ from .limits import (
     MAX_STOPS,
     MAX_TOKENS,
 )
+from .structured import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, structured_outputs
 from .tools import ToolFields, as_template, shown
 
 _RESERVED = {"self", "messages", "add_generation_prompt", "continue_final_message"}
@@ -179,6 +188,8 @@ class GenerationRequest(Absent, Sender):
     echo: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: Annotated[dict[str, Any], RESPONSE_FORMAT] | None = None
+    structured_outputs: Annotated[dict[str, Any], STRUCTURED_OUTPUTS] | None = None
 
     def check(self) -> None:
         """What types cannot say. Raises `InvalidRequest`."""
@@ -202,6 +213,7 @@ class GenerationRequest(Absent, Sender):
                 fields[name] = tuple(fields[name])
         if self.allowed_token_ids is not None:
             fields["allowed_token_ids"] = tuple(sorted(set(self.allowed_token_ids)))
+        fields["structured_outputs"] = structured_outputs(self.response_format, self.structured_outputs)
         return {name: value for name, value in fields.items() if value is not None}
 
     def ask(self) -> Ask:
@@ -209,7 +221,8 @@ class GenerationRequest(Absent, Sender):
         return Ask(
             self.sampling(),
             self.n or 1,
-            names={"truncate": "truncate_prompt_tokens"},
+            names={"truncate": "truncate_prompt_tokens"}
+            | ({} if self.structured_outputs is not None else {"structured_outputs": "response_format"}),
             best_of=self.best_of or 0,
             truncate=None if keep is None else Cut(keep, self.truncation_side or "left"),
             **self.sender(),
@@ -311,7 +324,6 @@ class ChatRequest(AbsentOfChats, Chat, ToolFields, GenerationRequest):
     max_completion_tokens: Annotated[int, integer(minimum=1)] | None = None
     logprobs: Whether | None = None
     top_logprobs: Annotated[int, integer(minimum=0, maximum=_MOST)] | None = None
-    response_format: dict[str, Any] | None = None
 
     def check(self) -> None:
         Chat.check(self)
@@ -322,8 +334,6 @@ class ChatRequest(AbsentOfChats, Chat, ToolFields, GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs: true")
         self.check_tools()
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise InvalidRequest("response_format", "response_format: only {'type': 'text'} is supported")
 
     @property
     def prefix(self) -> str:

@@ -163,7 +163,7 @@ def test_every_field_and_limit_is_documented() -> None:
              "STOP_IDS", "STOP_LENGTH", "USER")  # fmt: skip
     for name in plain:
         assert re.search(rf"\b{getattr(limits, f'MAX_{name}')}\b", page), name
-    for name, shown in (("BODY", "10 MiB"), ("SENT", "20 MiB"), ("EXTRA", "64 KiB")):
+    for name, shown in (("BODY", "10 MiB"), ("SENT", "20 MiB"), ("EXTRA", "64 KiB"), ("GRAMMAR", "64 KiB")):
         size, unit = shown.split()
         assert getattr(limits, f"MAX_{name}") == int(size) * {"KiB": 2**10, "MiB": 2**20}[unit] and shown in page
     assert limits.MAX_SCORED == 2**20 and re.search(r"2\^20\s+`prompt_logprobs`", page)

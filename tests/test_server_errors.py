@@ -149,7 +149,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "user", "content": "a"}], "cache_salt": "a" * 257}, "cache_salt"),
     ({"messages": [{"role": "user", "content": "a"}], "n": 0}, "n"),
     ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools.0.function"),
-    ({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json"}}, "response_format"),
 ]
 
 

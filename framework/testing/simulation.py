@@ -291,7 +291,8 @@ class Simulation:
         """Everybody who was taken in is in one place, or has ended."""
         view = self.view
         shown = [*view.running, *view.waiting]
-        alive = {r.id for r in shown} | {child.id for r in shown for child in r.children}
+        waiting = [r for r in self.engine.requests.values() if r.status is Status.HIDDEN and r.parent is None]
+        alive = {one.id for r in (*shown, *waiting) for one in (r, *r.children)}
         assert len(alive) == len(view.running) + len(view.waiting) + view.hidden == view.total, f"{shown}"
         assert alive == set(self.engine.requests), f"{alive} are in the queues, {set(self.engine.requests)} in all"
         ended = self._observer.accepted - alive

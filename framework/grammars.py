@@ -1,0 +1,359 @@
+"""What an output must be: one spelling of `StructuredOutputs`, and grammars compiled for a vocabulary by xgrammar.
+
+xgrammar is imported when something is compiled for the first time: it takes a second and 50 MB beside torch, which who
+asks for no structure shall not pay.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from .errors import InvalidRequest, brief
+from .types import StructuredOutputs
+
+if TYPE_CHECKING:
+    import xgrammar
+
+    from .tokenizer import Tokenizer
+
+FIELD = "structured_outputs"
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+MAX_REASON = 300
+"""Characters of what the library says against a grammar: it may quote all of it."""
+PATIENCE = 0.25
+"""Seconds of a CPU that following one output may take, beside `PER_TOKEN` for each token: every other request waits
+meanwhile. Usual grammars take 20 microseconds a token; ambiguous ones take more and more."""
+PER_TOKEN = 0.001
+REHEARSED = 256
+"""Tokens of an output that a grammar is tried out with."""
+_UNENFORCED = {
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependencies"),
+    *("dependentRequired", "dependentSchemas", "$dynamicRef", "$recursiveRef"),
+}
+"""Keywords of JSON Schema that the library passes over: what it lets through would break them."""
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
+_SCHEMAS = {
+    *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "prefixItems", "unevaluatedItems"),
+    *("anyOf", "oneOf", "allOf"),
+}
+
+
+class Vocabulary(msgspec.Struct, array_like=True):
+    """What a grammar is matched against. `tokens`: the bytes of each token id, none for those that stand for no text;
+    `size`: ids that the model has, which may be more; `ends`: the checkpoint's EOS ids."""
+
+    tokens: list[bytes]
+    size: int
+    ends: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, size: int) -> Vocabulary:
+        known = range(min(tokenizer.vocab_size, size))
+        silent = tokenizer.special_ids
+        tokens = [b"" if id in silent else tokenizer.token_bytes(id) for id in known]
+        return cls(tokens, size, [id for id in tokenizer.eos_token_ids if 0 <= id < size])
+
+    def silent(self, id: int) -> bool:
+        """Whether the token stands for no text."""
+        return id >= len(self.tokens) or not self.tokens[id]
+
+
+def normalised(wanted: StructuredOutputs) -> StructuredOutputs:
+    """The same in one spelling: schemas as text, so that it can be compared, hashed and sent. Raises `InvalidRequest`
+    unless it is exactly one constraint and well-formed."""
+    given = [kind for kind in KINDS if getattr(wanted, kind) not in (None, False)]
+    if len(given) != 1:
+        raise InvalidRequest(
+            FIELD, f"{FIELD}: exactly one of {', '.join(KINDS)} is possible, got {' and '.join(given) or 'none'}"
+        )
+    (kind,) = given
+    value = getattr(wanted, kind)
+    match kind:
+        case "json" | "structural_tag":
+            value = _json_text(kind, value)
+        case "choice":
+            value = tuple(dict.fromkeys(value))
+            if not value or "" in value:
+                raise _refusal(kind, "must be one or more strings, none of them empty")
+        case "regex" | "grammar" if not value:
+            raise _refusal(kind, "must not be empty")
+    try:
+        for text in value if kind == "choice" else [str(value)]:
+            text.encode()
+            if "\0" in text:
+                raise _refusal(kind, "must not contain null characters")
+    except UnicodeEncodeError:
+        raise _refusal(kind, "must be valid Unicode, without lone surrogates") from None
+    return replace(wanted, **{kind: value})
+
+
+def _json_text(kind: str, value: object) -> str:
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+        if kind == "structural_tag":
+            value = _tag(value)
+        elif not isinstance(value, dict | bool):
+            raise ValueError("must be a JSON schema: an object, or true")
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise _refusal(kind, "is nested too deeply") from None
+    except (ValueError, TypeError) as error:
+        raise _refusal(kind, _reason(error)) from None
+
+
+def _tag(value: object) -> object:
+    """The older form of structural tags, {structures: [{begin, schema, end}], triggers}, as the newer one."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    if "format" in value or "structures" not in value:
+        return {"type": "structural_tag"} | value
+    structures = value["structures"]
+    if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
+        raise ValueError("structures must be a list of objects")
+    tags = [
+        {
+            "type": "tag",
+            "begin": one.get("begin"),
+            "content": {"type": "json_schema", "json_schema": one.get("schema", {})},
+            "end": one.get("end"),
+        }
+        for one in structures
+    ]
+    form = {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
+    return {"type": "structural_tag", "format": form}
+
+
+def _refusal(kind: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(FIELD, f"{FIELD}: {kind}: {reason}")
+
+
+def refusal(wanted: StructuredOutputs, reason: str) -> InvalidRequest:
+    """What is said of a constraint that is not to be followed."""
+    return _refusal(_kind(wanted), reason)
+
+
+def _reason(error: BaseException) -> str:
+    """What the library says, without its own files and without the text that it quotes at the end."""
+    said = re.sub(r"^\[[\d:]+\] \S+:\d+: |Check failed: \(.*?\) is false: ", "", str(error))
+    said = said.partition("The JSON string is:")[0]
+    return brief(" ".join(said.split()).rstrip("."), MAX_REASON) or type(error).__name__
+
+
+class Compiler:
+    """Compiles for one vocabulary. Safe to call from several threads, which others may overtake: what is compiled runs
+    outside the interpreter's lock.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, threads: int = 1) -> None:
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo(
+            vocabulary.tokens,
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.size,
+            stop_token_ids=vocabulary.ends,
+        )
+        self.vocabulary = vocabulary
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+
+    def compile(self, wanted: StructuredOutputs) -> xgrammar.CompiledGrammar:
+        """`wanted` must be `normalised`. Raises `InvalidRequest` with the library's reason."""
+        with _refusing(wanted):
+            return self._compile(wanted)
+
+    def rehearse(self, wanted: StructuredOutputs) -> None:
+        """Compile it, and follow two outputs of it: a random one, and one that repeats itself, which makes ambiguous
+        grammars slow. Raises `InvalidRequest`, also for what takes too long to follow."""
+        with _refusing(wanted):
+            _rehearse(self._compile(wanted), self.vocabulary)
+
+    def _compile(self, wanted: StructuredOutputs) -> xgrammar.CompiledGrammar:
+        from xgrammar import Grammar
+
+        match _kind(wanted):
+            case "json":
+                grammar = _of_schema(str(wanted.json), wanted.disable_any_whitespace)
+            case "json_object":
+                grammar = _of_schema('{"type":"object"}', wanted.disable_any_whitespace)
+            case "regex":
+                grammar = Grammar.from_regex(_one_line_dots(str(wanted.regex)))
+            case "choice":
+                grammar = Grammar.from_ebnf("root ::= " + " | ".join(map(_literal, wanted.choice or ())))
+            case "grammar":
+                grammar = Grammar.from_ebnf(str(wanted.grammar))
+            case _:
+                for schema in _within(json.loads(str(wanted.structural_tag))):
+                    _check_schema(schema)
+                grammar = Grammar.from_structural_tag(str(wanted.structural_tag))
+        json_inside = wanted.json is not None or wanted.json_object or wanted.structural_tag is not None
+        return self._compiler.compile_grammar(_mended(grammar, json_inside))
+
+
+def _of_schema(text: str, compact: bool) -> xgrammar.Grammar:
+    from xgrammar import Grammar
+
+    _check_schema(json.loads(text))
+    options: dict[str, Any] = {"any_whitespace": not compact}
+    if compact:
+        options["separators"] = (",", ":")
+    try:  # without properties that the schema does not name: models would make some up
+        grammar = Grammar.from_json_schema(text, **options)
+    except RuntimeError:  # some schemas can be followed with such ones only
+        grammar = Grammar.from_json_schema(text, strict_mode=False, **options)
+    return grammar
+
+
+_CLASS = re.compile(r'"(?:\\.|[^"\\])*"|\[\^((?:\\.|[^\]\\])*)\]|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
+"""In the library's own spelling of a grammar: a string, the inside of a negated class, another class."""
+
+
+def _mended(grammar: xgrammar.Grammar, json: bool) -> xgrammar.Grammar:
+    """Negated classes without surrogates, which are no characters of UTF-8; and those that stand for strings of limited
+    length in JSON without control characters, which no parser would take there."""
+    from xgrammar import Grammar
+
+    def mend(match: re.Match[str]) -> str:
+        if match[0].startswith('"'):  # the library reads more hexadecimal digits there than it writes
+            return re.sub(r"\\x(\w\w)|\\.", lambda m: rf"\U000000{m[1]}" if m[1] else m[0], match[0])
+        if match[1] is None:
+            return match[0]
+        control = r"\0-\x1f" if json and match[1] == r"\"\\\r\n" else ""
+        return rf"[^{control}\ud800-\udfff{match[1]}]"
+
+    text = str(grammar)
+    mended = _CLASS.sub(mend, text)
+    return grammar if mended == text else Grammar.from_ebnf(mended)
+
+
+def _kind(wanted: StructuredOutputs) -> str:
+    return next(kind for kind in KINDS if getattr(wanted, kind) not in (None, False))
+
+
+@contextmanager
+def _refusing(wanted: StructuredOutputs) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise refusal(wanted, "needs too much memory; make it smaller") from None
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = _reason(error)
+        if "bad_alloc" in reason:
+            reason = "needs too much memory; make it smaller"
+        raise refusal(wanted, reason) from None
+
+
+def _check_schema(schema: object) -> None:
+    """Raise `ValueError` for what the library would pass over."""
+    for keyword, value in _keywords(schema):
+        if keyword in _UNENFORCED and value is not False:
+            raise ValueError(f"the keyword {keyword!r} is not supported")
+        if keyword == "$ref" and not str(value).startswith("#"):
+            raise ValueError(f"$ref {brief(repr(value), 80)}: only those within the schema are supported")
+        if keyword == "allOf" and isinstance(value, list) and len(value) > 1:
+            raise ValueError("allOf of more than one schema is not supported; merge them")
+
+
+def _keywords(schema: object) -> Iterator[tuple[str, Any]]:
+    """Every keyword of a JSON schema and of those within it, with its value."""
+    left = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, list):
+            left += one
+        elif isinstance(one, dict):
+            yield from one.items()
+            for key, value in one.items():
+                if key in _BY_NAME and isinstance(value, dict):
+                    left += value.values()
+                elif key in _SCHEMAS:
+                    left.append(value)
+
+
+def _within(tag: object) -> Iterator[object]:
+    """The JSON schemas of a structural tag."""
+    left = [tag]
+    while left:
+        one = left.pop()
+        if isinstance(one, list):
+            left += one
+        elif isinstance(one, dict):
+            left += [value for key, value in one.items() if key != "json_schema"]
+            yield one.get("json_schema")
+
+
+def _literal(text: str) -> str:
+    plain = (char if char.isascii() and char.isalnum() else f"\\U{ord(char):08x}" for char in text)
+    return f'"{"".join(plain)}"'
+
+
+def _one_line_dots(regex: str) -> str:
+    """A dot matches anything but the end of a line, as everywhere else; the library's matches that, too."""
+    parts = re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|.", regex, re.DOTALL)
+    return "".join(r"[^\n]" if part == "." else part for part in parts)
+
+
+class Matcher:
+    """Where one output stands in its grammar. `stops`: the tokens that may come where the grammar may end, and nothing
+    but them behind it.
+
+    `known` output tokens were followed. `failed` says why no further one can be: then nothing may follow. Following is
+    bounded in time: see `PATIENCE`.
+    """
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, stops: Sequence[int]) -> None:
+        import xgrammar
+
+        self.state = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stops))
+        self.known = 0
+        self.failed: str | None = None
+        self.stops = frozenset(stops)
+        self._spent = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """It has had a stop token: any number of them may follow, as for requests that are to go on."""
+        return self.state.is_terminated()
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """These output tokens came next."""
+        for token in tokens:
+            if self.failed is not None:
+                return
+            begin = time.thread_time()
+            taken = token in self.stops if self.ended else self.state.accept_token(token)
+            self._spent += time.thread_time() - begin
+            self.known += 1
+            if not taken:
+                self.failed = f"token {token} of the output is none that its grammar allows"
+            elif self._spent > PATIENCE + self.known * PER_TOKEN:
+                self.failed = "its grammar takes too long to follow; make it less ambiguous"
+
+
+def _rehearse(compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
+    import xgrammar
+
+    mask = xgrammar.allocate_token_bitmask(1, vocabulary.size)
+    for again in (True, False):
+        random, matcher, token = Random(0), Matcher(compiled, vocabulary.ends), -1
+        for _ in range(REHEARSED):
+            matcher.state.fill_next_token_bitmask(mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[: vocabulary.size])
+            if not len(allowed):
+                break
+            if not (again and token in allowed):
+                token = int(allowed[random.randrange(len(allowed))])
+            matcher.follow([token])
+            if matcher.failed is not None:
+                raise ValueError(matcher.failed)
+            if matcher.ended:
+                break

@@ -1,0 +1,142 @@
+"""Structured output: masks the tokens that a request's grammar does not allow next.
+
+Grammars are compiled by threads, once for all requests that have the same; requests wait for theirs unseen by policies.
+What is kept of a request between steps is where its output stands in its grammar. That is only ever brought up to the
+tokens that the host knows, so nothing is taken back when a step fails, and a request that comes again begins anew.
+
+On a GPU the masks are made while the device computes the logits; elsewhere they take microseconds a row.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from framework import Request, SampleBatch, SamplingParams, StructuredOutputs, hookimpl, send
+from framework.grammars import Compiler, Matcher, Vocabulary
+
+if TYPE_CHECKING:
+    import xgrammar
+
+THREADS = 2
+"""That compile: one grammar that takes long does not hold up the others."""
+KEPT_BYTES = 256 * 2**20
+"""Of compiled grammars, those used last."""
+ALONE = 16
+"""Rows whose masks one thread makes: for fewer, waking others takes longer."""
+
+
+class StructuredOutput:
+    """Holds compiled grammars, those used last, and a matcher for each request that has one."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._lock = Lock()
+        self._compiler: Compiler | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._grammars: OrderedDict[StructuredOutputs, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._matchers: dict[str, Matcher] = {}
+        self._params: Sequence[SamplingParams] = ()
+        self._rows: list[int] = []  # of the batch with these parameters: those that have a grammar
+        self._mask = torch.empty(0, 0, dtype=torch.int32)
+        self._filler: xgrammar.BatchGrammarMatcher | None = None
+
+    @hookimpl
+    def started(self, engine: Any) -> None:
+        self._engine = engine
+
+    @hookimpl
+    def stopping(self) -> None:
+        self._engine = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @hookimpl
+    def prepare(self, request: Request) -> Future[xgrammar.CompiledGrammar] | None:
+        wanted = request.params.structured_outputs
+        return None if wanted is None else self._grammar(wanted)
+
+    def _grammar(self, wanted: StructuredOutputs) -> Future[xgrammar.CompiledGrammar]:
+        kept = self._grammars.pop(wanted, None)
+        if kept is None or (kept.done() and kept.exception() is not None):
+            self._pool = self._pool or ThreadPoolExecutor(THREADS, "grammar")
+            kept = self._pool.submit(self._compile, wanted)
+        self._grammars[wanted] = kept
+        room = KEPT_BYTES
+        for one, future in reversed(list(self._grammars.items())):
+            if future.done():
+                room -= future.result().memory_size_bytes if future.exception() is None else 0
+                if room < 0:
+                    del self._grammars[one]
+        return kept
+
+    def _compile(self, wanted: StructuredOutputs) -> xgrammar.CompiledGrammar:
+        with self._lock:
+            if self._compiler is None:
+                executor = self._engine.executor
+                self._compiler = Compiler(Vocabulary.of(executor.checkpoint.tokenizer(), executor.spec.vocab_size))
+        return self._compiler.compile(wanted)
+
+    @hookimpl
+    def process_logits(self, logits: torch.Tensor, batch: SampleBatch) -> None:
+        for id in (*batch.removed, *batch.added):
+            self._matchers.pop(id, None)
+        if batch.params is not self._params:
+            self._params = batch.params
+            wanted = [params.structured_outputs for params in batch.params]
+            self._rows = [row for row, owner in enumerate(batch.owner) if wanted[owner] is not None]
+        if self._rows:
+            self._apply(logits, batch, {row: self._matcher(batch, batch.owner[row]) for row in self._rows})
+
+    def _matcher(self, batch: SampleBatch, at: int) -> Matcher:
+        """Where request `at` of the batch stands."""
+        id, length, params = batch.ids[at], batch.output_len[at], batch.params[at]
+        matcher = self._matchers.get(id)
+        if matcher is None or matcher.known > length:
+            assert params.structured_outputs is not None
+            compiled = self._grammar(params.structured_outputs).result()
+            assert self._compiler is not None
+            silent = self._compiler.vocabulary.silent
+            stops = [*params.eos_token_ids, *filter(silent, params.stop_token_ids)]
+            matcher = self._matchers[id] = Matcher(compiled, stops)
+        if matcher.known < length:
+            matcher.follow(batch.output_tokens(id)[matcher.known : length].tolist())
+        return matcher
+
+    def _apply(self, logits: torch.Tensor, batch: SampleBatch, matchers: dict[int, Matcher]) -> None:
+        import xgrammar
+
+        rows, vocab = logits.shape
+        if self._mask.shape[0] < rows:
+            self._mask = xgrammar.allocate_token_bitmask(rows, vocab)
+        follow = []
+        for row, matcher in matchers.items():
+            if matcher.failed is not None:
+                batch.errors[batch.ids[batch.owner[row]]] = matcher.failed
+                self._mask[row] = 0
+            elif matcher.ended:
+                self._mask[row] = _only(matcher.stops, self._mask.shape[1])
+            else:
+                follow.append(row)
+        states = [matchers[row].state for row in follow]
+        if len(states) <= ALONE:
+            for row, state in zip(follow, states, strict=True):
+                state.fill_next_token_bitmask(self._mask, row)
+        else:
+            self._filler = self._filler or xgrammar.BatchGrammarMatcher()
+            self._filler.batch_fill_next_token_bitmask(states, self._mask, follow)
+        [mask] = send([self._mask[:rows].numpy()], logits.device)
+        xgrammar.apply_token_bitmask_inplace(logits, mask, indices=list(matchers))
+
+
+def _only(tokens: Iterable[int], words: int) -> torch.Tensor:
+    """int32 [words]: the mask that lets these tokens through."""
+    bits = np.zeros(32 * words, np.uint8)
+    bits[list(tokens)] = 1
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))

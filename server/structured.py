@@ -1,0 +1,86 @@
+"""The fields of a request that say what its output must be, whichever dialect has them, as `StructuredOutputs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from pydantic import WithJsonSchema
+
+from framework import InvalidRequest, StructuredOutputs
+
+_FORMATS = "text, json_object, json_schema and structural_tag"
+_UNSUPPORTED = ("whitespace_pattern",)
+RESPONSE_FORMAT = WithJsonSchema(
+    {
+        "type": "object",
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+            "value": {"type": "object"},
+            "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]},
+            "format": {"type": "object"},
+        },
+        "required": ["type"],
+    }
+)
+STRUCTURED_OUTPUTS = WithJsonSchema(
+    {
+        "type": "object",
+        "properties": {
+            "json": {"type": ["object", "string"]},
+            "json_object": {"type": "boolean"},
+            "regex": {"type": "string"},
+            "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            "grammar": {"type": "string"},
+            "structural_tag": {"type": ["object", "string"]},
+            "disable_any_whitespace": {"type": "boolean"},
+        },
+    }
+)
+
+
+def structured_outputs(
+    response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None
+) -> StructuredOutputs | None:
+    """What the two fields ask for together. Raises `InvalidRequest` naming the one at fault."""
+    wanted = None if response_format is None else _of_format(response_format)
+    if structured is None:
+        return wanted
+    if wanted is not None:
+        raise InvalidRequest(
+            "response_format", "response_format and structured_outputs exclude each other; leave out one"
+        )
+    for name in _UNSUPPORTED:
+        if structured.get(name) is not None:
+            raise InvalidRequest("structured_outputs", f"structured_outputs: {name} is not supported")
+    known = {name: structured[name] for name in StructuredOutputs.__struct_fields__ if structured.get(name) is not None}
+    return _typed("structured_outputs", known)
+
+
+def _of_format(form: Mapping[str, Any]) -> StructuredOutputs | None:
+    field, kind = "response_format", form.get("type")
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            schema = form.get("value")  # as in TGI's API
+            return _typed(field, {"json_object": True} if schema is None else {"json": schema})
+        case "json_schema":
+            inner = form.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, Mapping) else None
+            if schema is None:
+                raise InvalidRequest(field, f"{field}: type json_schema needs json_schema.schema")
+            return _typed(field, {"json": schema})
+        case "structural_tag":
+            return _typed(field, {"structural_tag": {name: value for name, value in form.items() if name != "type"}})
+    raise InvalidRequest(field, f"{field}: type must be one of {_FORMATS}, got {str(kind)[:80]!r}")
+
+
+def _typed(field: str, values: Mapping[str, Any]) -> StructuredOutputs:
+    """Raises `InvalidRequest` for wrong types."""
+    try:
+        return msgspec.convert(values, StructuredOutputs)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).replace("`", "").partition(" - at $.")
+        raise InvalidRequest(field, f"{field}: {path}: {what[0].lower()}{what[1:]}") from None

@@ -1,0 +1,89 @@
+"""Requests that wait for what a plugin prepares are seen by nobody, delay nobody, and end as their plugin says."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+from harness import Harness, Policy
+
+from framework import InvalidRequest, Request, Status, hookimpl
+
+
+class Slow(Policy):
+    """Requests with a `cache_salt` wait for a future of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.futures: dict[str, Future[None]] = {}
+
+    @hookimpl
+    def prepare(self, request: Request) -> Future[None] | None:
+        if request.cache_salt == b"broken":
+            raise ValueError("a plugin that fails")
+        return self.futures.setdefault(request.id, Future()) if request.cache_salt else None
+
+
+def waiting(n: int = 1) -> tuple[Harness, Slow]:
+    policy = Slow()
+    h = Harness(policy, blocks=32)
+    h.add("slow", cache_salt=b"x", n=n)
+    h.add("other")
+    return h, policy
+
+
+def test_others_go_on() -> None:
+    h, policy = waiting()
+    assert h["slow"].status is Status.HIDDEN
+    for _ in range(10):
+        h.step()
+    assert h.outputs["other"] == h.alone("other") and not h.outputs.get("slow")
+    assert h["slow"].status is Status.HIDDEN and h.engine.has_work
+    policy.futures["slow"].set_result(None)
+    h.run()
+    assert h.outputs["slow"] == h.alone("slow")
+
+
+def test_what_is_ready_does_not_wait() -> None:
+    policy = Slow()
+    policy.futures["slow"] = Future()
+    policy.futures["slow"].set_result(None)
+    h = Harness(policy)
+    h.add("slow", cache_salt=b"x")
+    assert h["slow"].status is Status.WAITING
+    h.run()
+
+
+@pytest.mark.parametrize(("error", "status"), [(InvalidRequest("x", "a bad one"), 400), (OSError("lost"), 500)])
+def test_what_goes_wrong_ends_all_of_them(error: Exception, status: int) -> None:
+    h, policy = waiting(n=3)
+    policy.futures["slow"].set_exception(error)
+    outputs = h.engine.step()
+    assert {(o.id, o.finish_reason, o.error, o.status) for o in outputs if o.finish_reason} == {
+        (id, "error", str(error), status) for id in ("slow", "slow/1", "slow/2")
+    }
+    h.engine.abort(["other"])
+    assert not h.engine.has_work and h.planner.view.total == 0
+
+
+def test_a_plugin_that_fails() -> None:
+    h = Harness(Slow())
+    h.add("slow", cache_salt=b"broken")
+    [output] = h.engine.step()
+    assert output.error and "a plugin that fails" in output.error and output.status == 500
+    assert not h.engine.has_work and h.planner.view.total == 0
+
+
+@pytest.mark.parametrize("first", ["slow", "slow/1", "slow/2"])
+def test_aborts_while_it_waits(first: str) -> None:
+    h, policy = waiting(n=3)
+    h.abort(first)
+    left = [id for id in ("slow", "slow/1", "slow/2") if id != first]
+    assert all(h.engine.requests[id].status is Status.HIDDEN for id in left)
+    policy.futures["slow"].set_result(None)
+    h.run()
+    assert {id: h.outputs[id] for id in left} == {id: h.alone(id) for id in left}
+    h, policy = waiting(n=3)
+    h.abort("slow", "slow/1", "slow/2", "other")
+    policy.futures["slow"].set_result(None)
+    assert h.engine.step() == [] and not h.engine.has_work and h.planner.view.total == 0
