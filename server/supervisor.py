@@ -16,6 +16,7 @@ from framework.registry import Plugins
 from framework.settings import Settings
 
 from .client import EngineClient, Spawned, Stream
+from .grammars import Grammars
 from .limits import RETRY_AFTER
 from .waiting import Waiting
 
@@ -141,6 +142,10 @@ class Supervisor:
     @property
     def alive(self) -> bool:
         return self.client.alive
+
+    @property
+    def grammars(self) -> Grammars:
+        return self.client.grammars
 
     @property
     def waiting(self) -> Waiting:

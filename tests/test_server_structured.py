@@ -267,7 +267,7 @@ def test_the_process_is_started_again(server: Running) -> None:
         process.kill()
         response = bomb.result()
     assert "try again" in check_error(response, 503, None) and response.headers["retry-after"]
-    eventually(lambda: trials() == [])
+    eventually(lambda: gone([process]))
     fine(server)
     assert len(trials()) == 1 and trials() != [process]
 
@@ -277,9 +277,10 @@ def test_the_second_time_costs_nothing(server: Running) -> None:
     bad = {"regex": f"foo**{time.monotonic_ns()}"}
     assert completion(server, "x", seed=1, structured_outputs=wanted)
     message = refused(server, "structured_outputs", structured_outputs=bad)
-    for process in trials():
+    killed = trials()
+    for process in killed:
         process.kill()
-    eventually(lambda: trials() == [])
+    eventually(lambda: gone(killed))
     response = server.post("/v1/completions", prompt="x", structured_outputs=wanted)
     assert response.status_code == 200
     assert refused(server, "structured_outputs", structured_outputs=bad) == message
