@@ -138,6 +138,27 @@ def test_each_step_takes_the_smallest_graph_that_holds_it(executor: TorchExecuto
 # Results
 
 
+def test_prompts_are_scored_beside_graphs(tiny_llama: Path, executor: TorchExecutor, device: FakeDevice) -> None:
+    """Steps that score are no graph's; those before and after are."""
+    plain = build(tiny_llama, **MANY)
+    plain.start()
+    found = []
+    for one in (executor, plain):
+        driver = Driver(one)
+        driver.add("a", prompt(6), GREEDY)
+        driver.run("a", 3)
+        driver.add("scored", prompt(9), SamplingParams(temperature=0, prompt_logprobs=2))
+        told = [
+            entry for size in (1, 4, 4) for entry in driver.step({"a": 1, "scored": size}).prompt_logprobs["scored"]
+        ]
+        assert [entry.token for entry in told] == prompt(9)[1:]
+        driver.step({"a": 1, "scored": 1})
+        found.append((driver.tokens, [(entry.token, entry.rank) for entry in told], [entry.logprob for entry in told]))
+    (tokens, ranks, values), (*others, expected) = found
+    assert [tokens, ranks] == others and np.allclose(values, expected, rtol=0, atol=1e-4)
+    assert sum(rows_of(device)) == 3
+
+
 def play(driver: Driver, seed: int) -> dict[str, tuple[list[int], list[Any]]]:
     """Random members, who decode for a while, join and leave; many blocks begin and fill."""
     rng = random.Random(seed)

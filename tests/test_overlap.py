@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from checkpoints import tiny_checkpoint
 from harness import Harness, Policy, ids
 
-from framework import LLM, Plan, SampleBatch, SamplingParams, StepResult, Victim, hookimpl
+from framework import LLM, Logprobs, Plan, SampleBatch, SamplingParams, StepResult, Victim, hookimpl
 from framework.device import Device, Fetched
 from framework.errors import EngineDead
 from framework.executor import Done, Pending
@@ -191,6 +192,42 @@ def test_an_id_may_be_used_again_while_a_step_of_its_last_owner_is_in_flight(mak
     other = [(7 * i + 1) % 200 + 3 for i in range(14)]
     alone = run(make("off", late=False), {"a": kinds(12)["greedy"]}, {"a": other})
     assert run(llm, {"a": kinds(12)["greedy"]}, {"a": other}) == alone
+
+
+def test_what_may_not_follow_is_found_in_tokens_that_were_not_here_yet(make: Make) -> None:
+    few = tuple(range(40, 46))
+    pairs = tuple((a, b) for a in few for b in few if (a + b) % 3)
+    params = {
+        **kinds(16),
+        "few": SamplingParams(max_tokens=16, ignore_eos=True, seed=7, allowed_token_ids=few, bad_token_ids=pairs),
+        "some": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, bad_token_ids=pairs, logit_bias={41: 90}),
+    }
+    expected = run(make("off", late=False), params)
+    assert run(make(), params) == expected
+    for tokens in (expected["few"][0], expected["some"][0]):
+        assert not set(pairwise(tokens)) & set(pairs)
+
+
+def test_prompts_are_scored_beside_others(make: Make) -> None:
+    """Chunk by chunk, while decodes of others are in flight."""
+    prompts = {f"s{i}": [(5 * i + 3 * at) % 200 + 3 for at in range(20 + 7 * i)] for i in range(4)}
+    found = []
+    for llm in (make("off", late=False, max_num_batched_tokens=16), make(max_num_batched_tokens=16)):
+        params = {**kinds(20), **{id: SamplingParams(max_tokens=3, seed=1, prompt_logprobs=2) for id in prompts}}
+        told: dict[str, list[Logprobs | None]] = {}
+        step = llm.engine.step
+
+        def watched(step: Any = step, told: Any = told) -> list[TokenOutput]:
+            outputs: list[TokenOutput] = step()
+            told |= {output.id: output.prompt_logprobs for output in outputs if output.prompt_logprobs}
+            return outputs
+
+        llm.engine.step = watched  # type: ignore[method-assign]
+        found.append((run(llm, params, prompts), told))
+    assert found[0] == found[1]
+    assert {id: [one and one.token for one in some] for id, some in found[0][1].items()} == {
+        id: [None, *prompt[1:]] for id, prompt in prompts.items()
+    }
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
