@@ -198,8 +198,7 @@ class Engine:
         return outputs
 
     def _commit(self, plan: Plan, result: StepResult, now: int) -> list[TokenOutput]:
-        outputs: list[TokenOutput] = []
-        logprobs = result.logprobs
+        outputs, logprobs = list[TokenOutput](), result.logprobs
         for request, index, tokens in self.planner.commit(plan, result):
             self._generated += len(tokens)
             output = TokenOutput(request.id, index, list(tokens))
@@ -210,6 +209,7 @@ class Engine:
                 found = logprobs.get(request.id)
                 output.logprobs = list(found[: len(tokens)]) if found else None
             if request.finish_reason is not None:
+                output.status = 400 if request.id in result.refused else 500
                 self._finish(request, request.finish_reason, output, result.errors.get(request.id))
             outputs.append(output)
         self.kv.copied(result.copied)

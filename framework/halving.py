@@ -129,4 +129,5 @@ def _merged(step: int, results: list[StepResult], errors: dict[str, str]) -> Ste
         errors={id: why for result in results for id, why in result.errors.items()} | errors,
         stages=tuple(stage for result in results for stage in result.stages),
         prompt_logprobs=scores,
+        refused=tuple(id for result in results for id in result.refused),
     )

@@ -124,6 +124,8 @@ class StepResult(_Record, frozen=True):
     prompt_logprobs: Mapping[str, tuple[Logprobs, ...]] = {}
     """Of the prompt tokens that come behind those computed, up to the prompt's end, without the first
     `RequestData.scored` tokens: chunk by chunk they follow on each other."""
+    refused: tuple[str, ...] = ()
+    """Of `errors`, the requests that asked for what cannot be had: another try is of no use."""
 
 
 class Timings(msgspec.Struct):

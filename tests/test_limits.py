@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from framework import LLM, FrameworkError, InvalidRequest, SamplingParams
+from framework import LLM, InvalidRequest, Rejected, SamplingParams
 from framework.checkpoint import open_checkpoint
 from framework.inputs import InputProcessor
 from framework.messages import Add, EngineInfo
@@ -141,10 +141,11 @@ def test_who_may_generate_nothing_fails_alone(overlap: str, make: Make, alone: d
             for output in llm.engine.step():
                 tokens.setdefault(output.id, []).extend(output.tokens)
                 errors[output.id] = output.error
+                assert output.error is None or output.status == 400
         assert tokens == {"at once": [], "later": [41, 41], "free": alone["free"]}
         assert errors.pop("free") is None
         assert all(error and error.startswith("no token is left to choose from") for error in errors.values())
-        with pytest.raises(FrameworkError, match="no token is left to choose from: allowed_token_ids, bad_words"):
+        with pytest.raises(Rejected, match="no token is left to choose from: allowed_token_ids, bad_words"):
             llm.generate([prompt(0)], limits["later"])
         while llm.engine.has_work:
             llm.engine.step()
