@@ -118,3 +118,26 @@ def test_runs_of_langchain(server: Running) -> None:
     result = adds.invoke(call)
     assert isinstance(result, ToolMessage) and result.content == "3"
     assert bound.invoke([HumanMessage("a"), answer, result, HumanMessage("b<|im_end|>")]).content == "ab"
+
+
+def test_strict_functions_of_pydantic(server: Running) -> None:
+    """`pydantic_function_tool` makes strict ones; the helpers give models back."""
+    tools = [openai.pydantic_function_tool(kind) for kind in (add, find_city)]
+    ask = asks(CALLS) | {"tools": tools}
+    parsed = server.openai.chat.completions.parse(**ask).choices[0].message.tool_calls or ()
+    expected = [add(a=20, b=3), find_city(name="Zürich {}")]
+    assert [call.function.parsed_arguments for call in parsed] == expected
+    with server.openai.chat.completions.stream(**ask) as stream:
+        final = stream.get_final_completion()
+    assert [call.function.parsed_arguments for call in final.choices[0].message.tool_calls or ()] == expected
+
+
+def test_structured_output_of_langchain_by_a_function(server: Running) -> None:
+    """It names the function, and allows one call."""
+    chat = ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model="echo", max_retries=0, timeout=20)  # type: ignore[arg-type]
+    for strict in (None, True):
+        chain = chat.with_structured_output(add, method="function_calling", strict=strict)
+        assert chain.invoke('{"a": 1, "b": 2}<|im_end|>') == add(a=1, b=2)
+    called = chat.bind_tools([add, find_city], tool_choice="any")
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+    assert [call["name"] for call in called.invoke(text).tool_calls] == ["add"]
