@@ -47,7 +47,12 @@ class Grammar(Body):
             raise InvalidRequest("grammar", "`grammar`: `value` of type regex must be a regular expression")
         if not isinstance(value, str | dict) or not value:
             raise InvalidRequest("grammar", f"`grammar`: `value` of type {self.type} must be a JSON schema")
-        return {"regex" if self.type == "regex" else "json": value}
+        if self.type == "regex":
+            return {"regex": value}
+        return {
+            "json": value,
+            "disable_any_whitespace": True,
+        }  # a model could go on with blanks for ever
 
 
 class GenerateParameters(Body):
