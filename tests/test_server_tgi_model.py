@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from checkpoints import tiny_checkpoint
 from framework.server import tgi_schemas
 from oracle import CLOSE, reference
-from serving import Running, checked, running, tgi_events
+from serving import Running, check_tgi_error, checked, running, tgi_events
 
 from framework.settings import Settings
 
@@ -147,3 +149,40 @@ def test_times_of_the_engine(server: Running) -> None:
     assert int(headers["x-inference-time"]) > 0 and headers["x-compute-type"] == "cpu"
     info = server.http.get("/info").json()
     assert (info["model_dtype"], info["model_device_type"], info["max_total_tokens"]) == ("torch.float32", "cpu", 512)
+
+
+KIND = {"properties": {"kind": {"enum": ["fox", "dog"]}}, "required": ["kind"], "additionalProperties": False}
+SCHEMA = {"type": "object", **KIND}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"type": "json", "value": SCHEMA},
+        {"type": "json", "value": json.dumps(SCHEMA)},
+        {"type": "json_schema", "value": {"name": "animal", "schema": SCHEMA}},
+        {"type": "json_object", "value": SCHEMA},
+    ],
+)
+def test_grammars_of_json(server: Running, grammar: dict[str, Any]) -> None:
+    for parameters in ({}, {"do_sample": True, "seed": 5}):
+        details = generate(server, grammar=grammar, max_new_tokens=60, **parameters)
+        assert json.loads(details["generated_text"])["kind"] in ("fox", "dog")
+        assert details["finish_reason"] == "eos_token" and details["tokens"][-1]["special"]
+
+
+def test_grammars_of_text(server: Running) -> None:
+    regex = {"type": "regex", "value": "[0-9]{3}-[a-c]{2}"}
+    details = generate(server, grammar=regex, best_of=2, do_sample=True)
+    for one in (details, *details["best_of_sequences"]):
+        assert re.fullmatch("[0-9]{3}-[a-c]{2}", one["generated_text"]) and one["finish_reason"] == "eos_token"
+    with huggingface_hub.InferenceClient(model=server.url, timeout=20) as client:
+        grammar = huggingface_hub.TextGenerationInputGrammarType(**regex)
+        assert re.fullmatch("[0-9]{3}-[a-c]{2}", client.text_generation(PROMPT, grammar=grammar))
+    for bad in (
+        {"type": "regex", "value": "(a"},
+        {"type": "json", "value": {"type": "nothing"}},
+        {"type": "json", "value": "{"},
+    ):
+        response = server.post("/generate", inputs=PROMPT, parameters={"grammar": bad})
+        assert check_tgi_error(response, 422, "validation", "grammar").startswith("Input validation error: grammar: ")
