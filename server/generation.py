@@ -298,12 +298,13 @@ class Generation:
             fields = {"max_tokens": min(room, ask.usual_tokens), **fields}
         with _naming(ask):
             params = inputs.complete(inputs.params(fields), *every)
-            scored = 0 if params.prompt_logprobs is None else sum(map(len, every)) * (1 + params.prompt_logprobs)
+            each = 0 if params.prompt_logprobs is None else ask.n * (1 + params.prompt_logprobs)
+            scored = each * sum(map(len, every))
             if scored > MAX_SCORED:
                 raise InvalidRequest(
                     "prompt_logprobs",
                     f"prompt_logprobs: {scored} log-probabilities of prompt tokens in one request, at most "
-                    f"{MAX_SCORED} are possible; ask for fewer of them, or for fewer prompts at once",
+                    f"{MAX_SCORED} are possible; ask for fewer of them, or for fewer prompts or choices at once",
                 )
         if ask.score:  # whatever the token is
             params = replace(params, min_tokens=0, ignore_eos=True, stop_token_ids=(), stop=())

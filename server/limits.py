@@ -15,7 +15,7 @@ MAX_SEQUENCES = 4096
 MAX_CHOICES = 128
 """`n` and `best_of`, as in OpenAI's API."""
 MAX_SCORED = 2**20
-"""Log-probabilities of prompt tokens in one request, those of likeliest ones included: seconds of work in Python."""
+"""Log-probabilities of prompt tokens in one answer, those of likeliest ones included: seconds of work in Python."""
 MAX_MESSAGES = 4096
 """Of a chat: templates render each in Python."""
 MAX_TOOLS = 1024

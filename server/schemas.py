@@ -38,6 +38,7 @@ from .fields import (
 )
 from .generation import Ask
 from .limits import (
+    INLINE_TEXT,
     MAX_ALLOWED,
     MAX_BAD_WORD,
     MAX_BAD_WORDS,
@@ -294,9 +295,9 @@ class Chat(Body):
 
     @property
     def size(self) -> int:
-        """Characters that the template reads, about."""
-        others = (self.documents, self.chat_template_kwargs)
-        return sum(len(message.content or "") for message in self.messages or ()) + sum(map(len, map(str, others)))
+        """Characters that the template reads, about: those of its variables are not counted, but may be many."""
+        texts = sum(len(message.content or "") for message in self.messages or ())
+        return texts + (INLINE_TEXT + 1 if self.documents or self.chat_template_kwargs else 0)
 
     def chat(self) -> list[dict[str, Any]]:
         """The messages, as the template reads them."""
@@ -395,7 +396,7 @@ class TokenizeRequest(ChatTokenizeRequest):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True), Limited(0, MAX_TOKENS)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), Limited(0, MAX_TOKENS)]
 
 
 class AbortRequest(Body):

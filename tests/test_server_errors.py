@@ -92,6 +92,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "prompt_logprobs": 1_000_000}, "prompt_logprobs"),
     ({"prompt": "a", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     ({"prompt": [[5] * 250] * 250, "prompt_logprobs": 20}, "prompt_logprobs"),
+    ({"prompt": [[5] * 250] * 32, "prompt_logprobs": 1, "n": 128}, "prompt_logprobs"),
     ({"prompt": [[5] * 250] * 250, "logprobs": 20, "echo": True}, "logprobs"),
     ({"prompt": "a", "max_tokens": 0, "logprobs": 1}, "max_tokens"),
     ({"prompt": "a", "stop": ""}, "stop"),

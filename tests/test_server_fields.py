@@ -244,6 +244,35 @@ def test_echoed_chats(server: Running) -> None:
 # What is refused
 
 
+def test_values_of_any_depth(server: Running) -> None:
+    """Each is either taken or refused, just below the depth that the parser refuses, too."""
+    statuses = set()
+    for depth in (10, 200, *range(400, 1100, 20)):
+        nest = "[" * depth + "]" * depth
+        for field in (
+            "chat_template_kwargs",
+            "extra",
+            "documents",
+            "messages",
+            "tools",
+            "response_format",
+            "vllm_xargs",
+        ):
+            value = f'{{"a": {nest}}}'
+            value = value if field not in ("documents", "messages", "tools") else f"[{value}]"
+            if field == "messages":
+                value = value.replace('"a"', '"role": "user", "content": "a", "a"')
+            ask = {"messages": CHAT, "max_tokens": 1}
+            ask.pop(field, None)
+            body = f'{json.dumps(ask)[:-1]}, "{field}": {value}}}'
+            response = server.http.post(
+                "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+            )
+            assert response.status_code in (200, 400), (depth, field, response.text)
+            statuses.add(response.status_code)
+    assert statuses == {200, 400}
+
+
 COUNTED = [
     ({"bad_words": ["a"] * (MAX_BAD_WORDS + 1)}, "bad_words"),
     ({"bad_words": ["a" * (MAX_BAD_WORD + 1)]}, "bad_words.0"),
