@@ -157,15 +157,20 @@ def test_what_remains_of_a_prompt_is_echoed(echo: Running) -> None:
 def test_the_scores_of_a_text_are_those_of_generating_it(server: Running) -> None:
     """And a prompt has them alone and in a batch, prefix-cached or not, in one slice or in many, streamed or not."""
     asked = {"temperature": 0, "max_tokens": 40, "logprobs": 3, "return_token_ids": True, "ignore_eos": True}
-    drawn = completion(server, "The quick brown fox", **asked)[0]
+    drawn = server.post("/v1/completions", prompt="The quick brown fox", **asked).json()["choices"][0]
     ids = drawn["prompt_token_ids"] + drawn["token_ids"]
     expected = drawn["logprobs"]["token_logprobs"]
     for prompt in (ids, [ids, ids], [ids[:9], ids]):
-        for _ in range(2):
-            choices = completion(server, prompt, echo=True, logprobs=3, max_tokens=0)
-            found = choices[len(choices) - 1]["logprobs"]
+        ask: dict[str, Any] = {"prompt": prompt, "echo": True, "logprobs": 3, "max_tokens": 0}
+        last = len(prompt) - 1 if prompt is not ids else 0
+        whole = server.post("/v1/completions", **ask).json()["choices"][last]
+        # Compared here: slices of a prompt depend on what runs beside it, and the last bits on the slices.
+        pieces = [chunk["choices"][0] for chunk in events(server.post("/v1/completions", **ask, stream=True))]
+        (streamed,) = [piece for piece in pieces if piece["index"] == last]
+        for found in (whole["logprobs"], streamed["logprobs"]):
             assert len(found["tokens"]) == len(ids) and found["token_logprobs"][0] is None
             assert found["tokens"][-40:] == drawn["logprobs"]["tokens"]
+            assert found["text_offset"] == whole["logprobs"]["text_offset"]
             assert found["token_logprobs"][-40:] == pytest.approx(expected, abs=1e-4)
             for top, other in zip(found["top_logprobs"][-40:], drawn["logprobs"]["top_logprobs"], strict=True):
                 assert top == pytest.approx(other, abs=1e-4)
