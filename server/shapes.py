@@ -275,12 +275,18 @@ def _amend(document: dict[str, Any]) -> None:
                 chunk = TypeAdapter(_CHUNKS[path]).json_schema(ref_template="#/components/schemas/{model}")
                 schemas |= chunk.pop("$defs") | {_CHUNKS[path].__name__: chunk}
                 responses["200"]["content"]["text/event-stream"] = {
-                    "schema": {
-                        "type": "string",
-                        "description": "Events of `data: ` and a chunk of JSON each, or an error; then `data: [DONE]`.",
-                        "contentMediaType": "application/json",
-                        "contentSchema": {"$ref": f"#/components/schemas/{_CHUNKS[path].__name__}"},
-                    }
+                    "schema": {"$ref": f"#/components/schemas/{_CHUNKS[path].__name__}"}
                 }
+            events = responses["200"].get("content", {}).get("text/event-stream")
+            if events is not None:
+                error = responses["400"]["content"]["application/json"]["schema"]
+                events["itemSchema"] = _event(events.pop("schema"), error)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
+
+
+def _event(chunk: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    """Of server-sent events with JSON in them, as OpenAPI 3.2 has it: what is no JSON is an end."""
+    content = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [chunk, error]}}
+    data = {"type": "string", "anyOf": [content, {"const": "[DONE]"}]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}

@@ -296,8 +296,9 @@ def test_the_documentation_for_machines(bytelevel: Running) -> None:
         assert {int(status) for status in operation["responses"]} >= {200, 401, 413, 415, 422, 424, 429, 500, 503}
         for reference in re.findall(r"#/components/schemas/(\w+)", json.dumps(operation)):
             assert reference in schemas
-        events = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
-        assert events == {"$ref": "#/components/schemas/StreamResponse"}
+        events = operation["responses"]["200"]["content"]["text/event-stream"]["itemSchema"]
+        told = events["properties"]["data"]["anyOf"][0]["contentSchema"]["anyOf"]
+        assert told == [{"$ref": f"#/components/schemas/{name}"} for name in ("StreamResponse", "ErrorResponse")]
     assert set(schemas["GenerateParameters"]["properties"]) == set(tgi_schemas.GenerateParameters.model_fields)
     assert set(api["paths"]["/info"]["get"]["responses"]) == {"200", "401"}
 
