@@ -52,7 +52,7 @@ def generated(server: Running, folder: Path, *options: str) -> int:
 
 @pytest.mark.parametrize(
     ("server", "options"),
-    [(None, ["--max-examples", "40"]), (KEYS, ["--max-examples", "10", "--header", f"Authorization: Bearer {KEY}"])],
+    [(None, ["--max-examples", "20"]), (KEYS, ["--max-examples", "10", "--header", f"Authorization: Bearer {KEY}"])],
     ids=["open", "keys"],
     indirect=["server"],
 )
