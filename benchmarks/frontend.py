@@ -1,14 +1,15 @@
 """What the HTTP front end costs while many clients stream: its CPU time beside the engine's, and how long its event
 loop is kept from others.
 
-    python benchmarks/frontend.py [--streams 256] [--output 64] [--reps 3] [--check] [-- FLAGS OF framework serve]
+    python benchmarks/frontend.py [--streams 256] [--words 100] [--output 64] [--reps 3] [--check] [-- FLAGS]
 
-Chats of about a hundred words each, all at once, streamed, greedy, ends ignored, over loopback to `framework serve`
-with the demo weights. The clients run in this process, whose cost is not counted. front end: CPU time of the server's
-process, all threads: HTTP, chat template, tokenising, detokenising, server-sent events. engine: that of the process
-that runs the model. stall: how much later than asked for a timer fires. callback: the most CPU time of one callback
-of the event loop, from a run of its own with asyncio's loop, which can be asked for that, in place of uvloop's. With
---check the exit code is 1 if the front end takes 15% of the engine's CPU time or more, or a callback 50 ms.
+FLAGS are those of `framework serve`. Chats of a hundred words each, all at once, streamed, greedy, ends ignored, over
+loopback to `framework serve` with the demo weights. The clients run in this process, whose cost is not counted. front
+end: CPU time of the server's process, all threads: HTTP, chat template, tokenising, detokenising, server-sent events.
+engine: that of the process that runs the model. stall: how much later than asked for a timer fires. callback: the
+most CPU time of one callback of the event loop, from a run of its own with asyncio's loop, which can be asked for
+that, in place of uvloop's. With --check the exit code is 1 if the front end takes 15% of the engine's CPU time or
+more, or a callback 50 ms.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ class Figures(NamedTuple):
     stall: float
 
 
-async def ask(client: httpx.AsyncClient, rng: random.Random, output: int) -> None:
+async def ask(client: httpx.AsyncClient, text: str, output: int) -> None:
     """Raises `RuntimeError` unless all tokens came."""
     body = {
-        "messages": [{"role": "user", "content": " ".join(rng.choices(WORDS, k=100))}],
+        "messages": [{"role": "user", "content": text}],
         "max_tokens": output,
         "ignore_eos": True,
         "temperature": 0,
@@ -102,6 +103,8 @@ async def ask(client: httpx.AsyncClient, rng: random.Random, output: int) -> Non
     }
     last = ""
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise RuntimeError((await answer.aread()).decode())
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 last = line
@@ -110,7 +113,7 @@ async def ask(client: httpx.AsyncClient, rng: random.Random, output: int) -> Non
         raise RuntimeError(f"asked for {output} tokens, got {usage}: {last}")
 
 
-async def load(url: str, streams: int, output: int, seed: int) -> float:
+async def load(url: str, streams: int, words: int, output: int, seed: int) -> float:
     """Seconds that it took."""
     rng = random.Random(seed)
     limits = httpx.Limits(max_connections=streams)
@@ -118,7 +121,7 @@ async def load(url: str, streams: int, output: int, seed: int) -> float:
         begin = time.perf_counter()
         async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
             for _ in range(streams):
-                group.create_task(ask(client, random.Random(rng.random()), output))
+                group.create_task(ask(client, " ".join(rng.choices(WORDS, k=words)), output))
         return time.perf_counter() - begin
 
 
@@ -127,12 +130,12 @@ def spent(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-def measure(url: str, streams: int, output: int, seed: int) -> Figures:
+def measure(url: str, streams: int, words: int, output: int, seed: int) -> Figures:
     front = next(p for p in psutil.Process().children() if "--serve" in p.cmdline())
     engine = next(p for p in front.children() if "framework.process" in p.cmdline())
     httpx.get(f"{url}/watch")
     before = spent(front), spent(engine)
-    seconds = asyncio.run(load(url, streams, output, seed))
+    seconds = asyncio.run(load(url, streams, words, output, seed))
     front_seconds, engine_seconds = (spent(p) - was for p, was in zip((front, engine), before, strict=True))
     tokens = streams * output
     share, per_token = front_seconds / engine_seconds, 1e6 * front_seconds / tokens
@@ -161,21 +164,23 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--words", type=int, default=100, help="of each prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens of each stream")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--check", action="store_true", help="exit code 1 if a target is missed")
     parser.add_argument("flags", nargs="*", help="of framework serve, behind --")
     options = parser.parse_args()
     header()
+    size = options.streams, options.words, options.output
     command = [sys.executable, __file__, "--serve"]
     flags = ["--port", "0", "--log-level", "warning", "--no-prefix-cache", *options.flags]
     with server([*command, "uvloop", *flags]) as (url, _):
-        asyncio.run(load(url, 8, 8, 0))  # warm up
-        found = [measure(url, options.streams, options.output, seed) for seed in range(1, options.reps + 1)]
+        asyncio.run(load(url, 8, options.words, 8, 0))  # warm up
+        found = [measure(url, *size, seed) for seed in range(1, options.reps + 1)]
     with server([*command, "asyncio", *flags]) as (url, _):
-        asyncio.run(load(url, 8, 8, 0))
+        asyncio.run(load(url, 8, options.words, 8, 0))
         httpx.get(f"{url}/watch")
-        asyncio.run(load(url, options.streams, options.output, 1))
+        asyncio.run(load(url, *size, 1))
         longest = httpx.get(f"{url}/watch").json()
     print(f"{options.streams} streams x {options.output} tokens, medians of {options.reps}")
     middle = Figures(*(statistics.median(values) for values in zip(*found, strict=True)))
