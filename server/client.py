@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self
@@ -273,7 +274,8 @@ class EngineClient:
             engine, self._engine = self._engine, None
             self.dead = self.dead or SHUTTING_DOWN
             self.fail(EngineDead(self.dead))
-            self._closing = asyncio.ensure_future(self._close(self._loop.run_in_executor(None, engine.end)))
+            own = ThreadPoolExecutor(1)  # the one of all may be busy for long, with texts of clients
+            self._closing = asyncio.ensure_future(self._close(self._loop.run_in_executor(own, engine.end)))
         if self._closing is not None:
             await asyncio.shield(self._closing)
 
@@ -327,7 +329,7 @@ class EngineClient:
         self.check()
         limit = self._settings.request_timeout
         end = math.inf if limit is None else record.start / 1e9 + limit
-        late = Rejected(f"no token came within {limit} s (--request-timeout)", 504)
+        late = too_late(limit)
         if time.monotonic() > end:
             raise late
         encoded, size = [], 0
@@ -479,6 +481,10 @@ class EngineClient:
         count = self._faults[plugin] = self._faults.get(plugin, 0) + 1
         if count & (count - 1) == 0:  # powers of two: a hook that always fails must not flood the log
             log.error("plugin failed", plugin=plugin, hook=hook, error=repr(error), faults=count, exc_info=error)
+
+
+def too_late(limit: float | None) -> Rejected:
+    return Rejected(f"no token came within {limit} s (--request-timeout)", 504)
 
 
 def _signal(number: int) -> str:

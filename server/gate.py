@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import msgspec
 from starlette.responses import Response
@@ -47,4 +48,5 @@ class Gate:
                 scope, receive, send
             )
         else:
-            await self._app(scope, receive, send)
+            with suppress(asyncio.CancelledError):  # the server ends and has hung up: no fault that is to be logged
+                await self._app(scope, receive, send)

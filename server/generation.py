@@ -211,11 +211,13 @@ class Generation:
         if ask.truncate is not None:
             with _naming(ask):
                 self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens"))
-        with _naming(ask):
-            ids = await tokenize()
         words = sum(map(len, ask.fields.get("bad_words", ())))  # to be tokenised, too
-        prompts = self._prompts(ask, ids) if words <= INLINE_TEXT else await asyncio.to_thread(self._prompts, ask, ids)
-        await self._try_grammar(ask, prompts)
+        inline = words <= INLINE_TEXT
+        async with self.serving.client.in_time(record):
+            with _naming(ask):
+                ids = await tokenize()
+            prompts = self._prompts(ask, ids) if inline else await asyncio.to_thread(self._prompts, ask, ids)
+            await self._try_grammar(ask, prompts)
         every = [prompt for prompt in prompts for _ in range(prompt.n)]
         record.choices = len(every)
         adds = [

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -154,11 +155,11 @@ class _Run:
                 self._server.should_exit = True
                 await serving
                 self._hang_up()
-                if tasks := self._server.server_state.tasks:  # their records are still to come
-                    await asyncio.wait(list(tasks), timeout=INTERRUPT)
+                await self._finish()
         finally:
             # All at once: none of these takes longer than 2 s, nor do they together.
-            ending = asyncio.gather(self._client.close(), asyncio.to_thread(self._join))
+            joining = loop.run_in_executor(ThreadPoolExecutor(1), self._join)  # whatever other threads do
+            ending = asyncio.gather(self._client.close(), joining)
             await asyncio.sleep(0)
             self._client.notify("stopping", engine=None)
             await ending
@@ -206,13 +207,26 @@ class _Run:
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 
+    async def _finish(self) -> None:
+        """Let requests end whose clients are gone: their records are still to come. What waits for a thread, such as
+        texts in a long queue, is given up."""
+        tasks = self._server.server_state.tasks
+        if tasks:
+            await asyncio.wait(list(tasks), timeout=INTERRUPT)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(list(tasks), timeout=INTERRUPT)
+
     async def _serve(self, serving: asyncio.Task[None]) -> None:
         """Until the server ends, or the engine for good: then raises why."""
         lost = asyncio.ensure_future(self._client.given_up())
         await asyncio.wait((serving, lost), return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
-            lost.result()
-            await asyncio.wait((serving,))  # it ended while the server drained
+            error = lost.exception()
+            if error is not None and self._signal is None:
+                raise error
+            await asyncio.wait((serving,))  # it ended, or did not start again, while the server drained
         lost.cancel()
 
     async def _load(self) -> tuple[EngineInfo, _Opened]:

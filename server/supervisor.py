@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence, Set
+import time
+from collections.abc import AsyncIterator, Callable, Sequence, Set
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +17,7 @@ from framework.process import spawn
 from framework.registry import Plugins
 from framework.settings import Settings
 
-from .client import EngineClient, Spawned, Stream
+from .client import EngineClient, Spawned, Stream, too_late
 from .grammars import Grammars
 from .limits import RETRY_AFTER
 from .waiting import Waiting
@@ -170,6 +172,16 @@ class Supervisor:
             left = max(self._due - asyncio.get_running_loop().time(), RETRY_AFTER)
             raise Rejected(f"{self.client.dead}; it is started again", 503, left)
         self.client.check()
+
+    @asynccontextmanager
+    async def in_time(self, record: ResponseRecord) -> AsyncIterator[None]:
+        """For what a response waits for before `generate`: raises `Rejected` when its time is over."""
+        limit = self._settings.request_timeout
+        try:
+            async with asyncio.timeout(limit and record.start / 1e9 + limit - time.monotonic()):
+                yield
+        except TimeoutError:
+            raise too_late(limit) from None
 
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
         """As `EngineClient.generate`. What has passed `check` is taken while draining, too."""

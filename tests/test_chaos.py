@@ -76,7 +76,7 @@ class Load:
             }
             self.ended[id] = await self.ask(id, kind, body)
             if self.ended[id][0] == "error":
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.5)  # a restart costs the machine enough
 
     async def ask(self, id: str, kind: str, body: dict[str, Any]) -> tuple[str, int]:
         """How it ended: finished, aborted, dropped or error; the status, also that of an error event."""

@@ -67,6 +67,17 @@ def test_a_response_of_which_there_is_nothing_is_an_error(server: Running, strea
     free(server)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_comes_before_the_engine_counts(server: Running, stream: bool) -> None:
+    """Here a grammar that takes for ever to try out."""
+    bomb = {"regex": "|".join(f"[a-z]{{{i}}}" for i in range(1, 3000))}
+    begin = time.monotonic()
+    response = server.post("/v1/completions", prompt="a", stream=stream, structured_outputs=bomb)
+    assert LIMIT <= time.monotonic() - begin < 1.9
+    assert check_error(response, 504, None) == f"no token came within {LIMIT} s (--request-timeout)"
+    assert server.record(f"cmpl-{response.headers['x-request-id']}").status == 504
+
+
 def test_choices_that_have_ended_stay_as_they_are(server: Running) -> None:
     """Of two prompts one is short."""
     body = server.post("/v1/completions", prompt=[[5] * 3, PROMPT], extra=SLOW).json()

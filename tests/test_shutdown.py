@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from echo_engine import EchoProcess
 from framework.server import main
+from framework.server.limits import INLINE_TEXT
 from framework.server.supervisor import Pace, Supervisor
 from serving import Recorder
 from test_server_generation import Silent
@@ -200,6 +202,46 @@ async def test_who_never_reads_holds_nothing_up(
             assert await server.code(5) == (130 if signals == [signal.SIGINT] else 0)
         assert len(server.recorder.records) == 1
         assert "Traceback" not in caplog.text
+
+
+@pytest.fixture
+async def busy() -> AsyncIterator[None]:
+    """All threads of the loop's pool work, as on long texts of clients, and more is to come."""
+    over = threading.Event()
+    works = [asyncio.get_running_loop().run_in_executor(None, over.wait, 60) for _ in range(100)]
+    yield
+    over.set()
+    await asyncio.gather(*works)
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]], ids=["int", "term-term"])
+async def test_what_waits_for_a_thread_holds_nothing_up(
+    tiny_llama: Path, signals: list[int], caplog: pytest.LogCaptureFixture, busy: None
+) -> None:
+    async with serving(tiny_llama) as server:
+        long = "a" * (INLINE_TEXT + 1)
+        waiting = [server.ask(prompt=long), server.ask("/tokenize", prompt=long)]
+        await until(lambda: len(server.run._server.server_state.tasks) == 2)
+        for number in signals:
+            server.signal(number)
+        assert await server.code(6) == (130 if signals == [signal.SIGINT] else 0)
+        await asyncio.wait(waiting)
+        assert all(isinstance(one.exception(), httpx.RemoteProtocolError) for one in waiting)
+        assert [record.status for record in server.recorder.records] == [499]
+        assert "Traceback" not in caplog.text
+
+
+async def test_an_engine_that_cannot_be_replaced_while_the_server_drains(tiny_llama: Path, busy: None) -> None:
+    """It had died before. The server ends as it was told to, when it was to."""
+    async with serving(tiny_llama, Engines(EchoProcess, fails("no memory")), drain_seconds=1) as server:
+        waiting = server.ask("/tokenize", prompt="a" * (INLINE_TEXT + 1))
+        await until(lambda: len(server.run._server.server_state.tasks) == 1)
+        server.engine.kill()
+        await until(lambda: server.supervisor.dead)
+        server.signal(signal.SIGTERM)
+        assert await server.code(8) == 0
+        assert isinstance(server.supervisor._keeping.exception(), EngineDead)  # type: ignore[union-attr]
+        assert await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def test_an_engine_that_dies_while_the_server_drains_is_not_replaced(tiny_llama: Path) -> None:

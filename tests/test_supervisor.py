@@ -173,6 +173,20 @@ async def test_engines_that_do_not_become_ready_end_the_server(
         await found.close()
 
 
+async def test_a_server_that_is_busy_replaces_engines_all_the_same(tiny_llama: Path) -> None:
+    over, loop = threading.Event(), asyncio.get_running_loop()
+    works = [loop.run_in_executor(None, over.wait, 60) for _ in range(100)]  # as long texts of clients do
+    found = Supervisor(settings(tiny_llama), load_plugins(), EchoProcess, SOON)
+    try:
+        await found.start()
+        found.client._engine.process.kill()  # type: ignore[union-attr]
+        await until(lambda: found.stats.restarts == 1)
+        await asyncio.wait_for(found.close(), 5)
+    finally:
+        over.set()
+        await asyncio.gather(*works, found.close())
+
+
 async def test_pauses_are_short_again_once_an_engine_was_healthy(
     tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
