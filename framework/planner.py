@@ -109,7 +109,7 @@ class Planner:
             ranking = [(suspects[0], None), *((r, 0) for r in view.running if r is not suspects[0])]
         else:
             free = self.limits.seats - self._seats(())
-            ranking = self.policy.rank(view, Budget(self.limits.tokens, max(0, free)))
+            ranking = self.policy.rank(view, Budget(self.limits.tokens, max(0, free)), self.limits.watermark)
         ranked = self._ns()
         new = self._walk(ranking)
         self.stages[:0] = [("admission", start, ranked), ("kv_allocation", ranked, self._ns())]

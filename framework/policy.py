@@ -60,12 +60,12 @@ def default_order(running: Sequence[Request], named: Container[Request] = ()) ->
     return decodes + prefills if prefills else decodes
 
 
-def leave_room(ranking: Ranking, view: LiveView, budget: Budget) -> Ranking:
+def leave_room(ranking: Ranking, view: LiveView, budget: Budget, watermark: int) -> Ranking:
     """`ranking` with limits for running prompts, so that nobody behind a long one waits until all of it is computed:
     each decode gets its token; prompts that wait, are no worse in level, can start now and fit into half of what is
     left get that.
 
-    Limits that the policy gave stay as they are.
+    Limits that the policy gave stay as they are. watermark: blocks that admissions leave available.
     """
     if all([r.num_tokens - r.computed == 1 for r in view.running]):  # `remaining`, for all of them in 10 µs
         return ranking
@@ -75,18 +75,14 @@ def leave_room(ranking: Ranking, view: LiveView, budget: Budget) -> Ranking:
     passed = False  # decodes are behind
     for request, most in ranking:
         if request.status is not running:
-            if long and most is None and budget.requests > 0 and all(request.level <= r.level for r in long):
+            if long and most is None and all(request.level <= r.level for r in long):
                 behind.append(request)
         elif request.remaining == 1:
             tokens -= 1
             passed = passed or bool(long)
         elif most is None:
             long.append(request)
-    kept, half = 0, tokens // 2
-    for request in behind:
-        if kept + request.remaining > half or (not kept and view.missing(request, request.remaining)):
-            break
-        kept += request.remaining
+    kept = _kept(behind, view, budget.requests, tokens // 2, watermark)
     if not (kept or passed):
         return ranking
     limits: dict[Request, int] = {}
@@ -96,6 +92,21 @@ def leave_room(ranking: Ranking, view: LiveView, budget: Budget) -> Ranking:
         limits[request] = 1 + more
         left -= more
     return [(request, limits.get(request, most)) for request, most in ranking]
+
+
+def _kept(behind: Sequence[Request], view: LiveView, seats: int, most: int, blocks: int) -> int:
+    """Tokens that those who are `behind` compute in this step if they are left `most`; none for the first who cannot
+    start or is longer, nor for whoever is behind that. blocks: which have to stay available."""
+    kept = 0
+    for request in behind:
+        cached = view.cached(request)
+        remaining, seats = request.remaining - cached, seats - request.seats
+        if seats < 0 or kept + remaining > most or view.missing(request, remaining, blocks):
+            break
+        kept += remaining
+        usage = view.usage
+        blocks += view.missing(request, remaining, usage.total) + usage.free + usage.cached - usage.total
+    return kept
 
 
 class Policy:
@@ -110,8 +121,9 @@ class Policy:
         self._in_row = 0
         self._faulty = False
 
-    def rank(self, view: LiveView, budget: Budget) -> Ranking:
-        """The step's ranking; after a fault it names running requests only, so that nobody is admitted."""
+    def rank(self, view: LiveView, budget: Budget, watermark: int = 0) -> Ranking:
+        """The step's ranking; after a fault it names running requests only, so that nobody is admitted. watermark: of
+        `leave_room`."""
         try:
             answer = self._hook.admit(view=view, budget=budget)
             named, running, exhausted = self._read(answer, view, min(budget.requests, budget.tokens) + 1)
@@ -126,7 +138,7 @@ class Policy:
         elif running < len(view.running):
             ranking = [*default_order(view.running, named), *ranking]
         # Else decodes are first and nobody waits: there is nothing to leave.
-        return leave_room(ranking, view, budget) if named else ranking
+        return leave_room(ranking, view, budget, watermark) if named else ranking
 
     @staticmethod
     def _read(answer: Iterable[Want] | None, view: LiveView, most: int) -> tuple[dict[Request, int | None], int, bool]:

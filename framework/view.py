@@ -240,6 +240,6 @@ class LiveView:
             known = self._cached[request] = max(0, self._kv.lookup(request) - request.computed)
         return known
 
-    def missing(self, request: Request, tokens: int) -> int:
+    def missing(self, request: Request, tokens: int, keep: int = 0) -> int:
         start = request.computed + self.cached(request)
-        return self._kv.missing(request, min(start + tokens, request.num_tokens + request.drafts))
+        return self._kv.missing(request, min(start + tokens, request.num_tokens + request.drafts), keep)

@@ -221,17 +221,38 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name: str) -> None:
     assert_right(h)
 
 
+def _beside_a_long_prompt(*waiting: tuple[str, int, dict[str, int]], **options: int) -> dict[str, int]:
+    """What a step computes that has 16 tokens for a long prompt and for those who wait: (id, length, options)."""
+    h = Harness(SCHEDULERS["fcfs"](), block_size=4, tokens=16, **{"seats": 8, "blocks": 64, **options})
+    h.add("long", 60, 4)
+    h.step()
+    for id, length, given in waiting:
+        h.add(id, length, 4, **given)
+    return tokens(h.step())
+
+
 def test_nothing_is_kept_for_who_cannot_start() -> None:
-    h = Harness(SCHEDULERS["fcfs"](), seats=8, blocks=20, block_size=4, tokens=16)
+    """For want of blocks, above the watermark too, or of seats, or because those before it have them."""
+    assert _beside_a_long_prompt(("no room", 6, {}), blocks=16) == {"long": 16}
+    assert _beside_a_long_prompt(("no room", 6, {}), blocks=20, watermark=4) == {"long": 16}
+    assert _beside_a_long_prompt(("room", 6, {}), blocks=21, watermark=4) == {"long": 10, "room": 6}
+    assert _beside_a_long_prompt(("no seat", 4, {}), seats=1) == {"long": 16}
+    assert _beside_a_long_prompt(("no seats", 4, {"n": 3}), seats=3) == {"long": 16}
+    assert _beside_a_long_prompt(("seats", 4, {"n": 3}), seats=4) == {"long": 12, "seats": 4}
+    assert _beside_a_long_prompt(("a", 3, {}), ("b", 3, {}), seats=2) == {"long": 13, "a": 3}
+    assert _beside_a_long_prompt(("a", 3, {}), ("b", 3, {}), blocks=16) == {"long": 13, "a": 3}
+    assert _beside_a_long_prompt(("a", 3, {}), ("b", 3, {}), blocks=17) == {"long": 10, "a": 3, "b": 3}
+
+
+def test_what_is_cached_needs_no_room() -> None:
+    h = Harness(SCHEDULERS["fcfs"](), seats=8, blocks=128, block_size=4, tokens=16)
+    prompt = list(range(50))
+    h.add("first", prompt, 1)
+    h.run()
     h.add("long", 60, 4)
     h.step()
-    h.add("no room", 40, 4)
-    assert tokens(h.step()) == {"long": 16}
-    h = Harness(SCHEDULERS["fcfs"](), seats=1, blocks=64, block_size=4, tokens=16)
-    h.add("long", 60, 4)
-    h.step()
-    h.add("no seat", 4, 4)
-    assert tokens(h.step()) == {"long": 16}
+    h.add("again", [*prompt[:48], 90, 91], 4)
+    assert tokens(h.step()) == {"long": 14, "again": 2}
 
 
 # n = 4, aborted half way
