@@ -17,7 +17,8 @@ Parsing = Generator[None, None, T]
 
 _PIECE = 4096
 """Characters that are looked at together: reading takes each off the front."""
-_WORD = re.compile(r"\s*([\w.-]*)")
+_SPACES = re.compile(r"\s*")
+_WORD = re.compile(r"[\w.-]*")
 _SCALAR = re.compile(r"[^\s,:{}\[\]<]*")
 
 
@@ -132,30 +133,25 @@ class ToolParser:
 
     def peek(self) -> Parsing[str]:
         """The next character that is no space, without reading it; "" at the end of the text."""
-        while not (rest := self._text.lstrip()):
-            if not (yield from self._more()):
-                return ""
-        return rest[0]
+        at = yield from self._spaces()
+        return self._text[at : at + 1]
 
     def skip(self, text: str) -> Parsing[bool]:
         """Read `text` and the spaces before it, if that comes next; or what there is of it where the text ends."""
+        at = yield from self._spaces()
         while True:
-            rest = self._text.lstrip()
-            whole, part = rest.startswith(text), text.startswith(rest)
+            rest = self._text[at : at + len(text)]
+            whole, part = rest == text, text.startswith(rest)
             if whole or (part and rest and self._ended):
-                self._read(len(self._text) - len(rest) + len(text))
+                self._read(at + len(text))
                 return True
             if not part or not (yield from self._more()):
                 return False
 
     def word(self) -> Parsing[str]:
         """Read letters, digits, "_", "." and "-": the name of a tool."""
-        while True:
-            found = _WORD.match(self._text)
-            assert found
-            if found.end() < len(self._text) or not (yield from self._more()):
-                self._read(found.end())
-                return found[1]
+        self._read((yield from self._spaces()))
+        return (yield from self._run(_WORD))
 
     def value(self) -> Parsing[str]:
         """Read one JSON value: its text, which need not be valid."""
@@ -222,6 +218,22 @@ class ToolParser:
         yield
         return True
 
+    def _spaces(self) -> Parsing[int]:
+        """How many spaces come next, once it is known what follows them."""
+        count = 0
+        while True:
+            count = _end(_SPACES, self._text, count)
+            if count < len(self._text) or not (yield from self._more()):
+                return count
+
+    def _run(self, pattern: re.Pattern[str]) -> Parsing[str]:
+        """Read the characters that `pattern` is a run of: each at once, so that it is not looked at again."""
+        parts: list[str] = []
+        while True:
+            parts.append(self._read(_end(pattern, self._text, 0)))
+            if self._text or not (yield from self._more()):
+                return "".join(parts)
+
     def _read(self, length: int) -> str:
         piece, self._text = self._text[:length], self._text[length:]
         if not self._begun:
@@ -248,15 +260,10 @@ class ToolParser:
             self._out.append(ToolDelta(text, call))
 
     def _scan(self, give: Callable[[str], object]) -> Parsing[None]:
-        first = yield from self.peek()
-        self._read(len(self._text) - len(self._text.lstrip()))
-        if not first or first not in '{["':
-            while True:
-                found = _SCALAR.match(self._text)
-                assert found
-                if found.end() < len(self._text) or not (yield from self._more()):
-                    give(self._read(found.end()))
-                    return
+        self._read((yield from self._spaces()))
+        if self._text[:1] not in ("{", "[", '"'):
+            give((yield from self._run(_SCALAR)))
+            return
         brackets = _Brackets()
         while (end := brackets.feed(self._text)) is None:
             give(self._read(len(self._text)))
@@ -313,6 +320,13 @@ class _Brackets:
             if self._depth <= 0 and not self._quoted:
                 return at
         return None
+
+
+def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
+    """Where a run that begins at `start`, and may be empty, ends."""
+    found = pattern.match(text, start)
+    assert found
+    return found.end()
 
 
 def _partial(text: str, markers: Collection[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_docs import ROOT, code_blocks
 
-from framework import Parsing, ToolDelta, ToolParser
+from framework import Parsing, ToolDelta, ToolParser, tool_parser
 from framework.registry import load_plugins
 from framework.settings import Settings
 from framework.testing import ToolParserConformance
@@ -264,6 +265,51 @@ def test_time_grows_with_the_text() -> None:
         assert parse(provider, text) == (text, [])
     pieces = '[TOOL_CALLS]f{"a":' * 10_000
     assert parse("mistral", pieces)[0] == parse("mistral", *pieces)[0]
+
+
+class Counting:
+    """A pattern that counts the characters from where it begins to look to where it stops."""
+
+    def __init__(self, pattern: re.Pattern[str], looks: list[int]) -> None:
+        self._pattern, self._looks = pattern, looks
+
+    def match(self, text: str, start: int = 0) -> re.Match[str] | None:
+        return self._counted(self._pattern.match(text, start), text, start)
+
+    def search(self, text: str, start: int = 0) -> re.Match[str] | None:
+        return self._counted(self._pattern.search(text, start), text, start)
+
+    def _counted(self, found: re.Match[str] | None, text: str, start: int) -> re.Match[str] | None:
+        self._looks.append((found.end() if found else len(text)) - start)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("provider", "before", "piece"),
+    [
+        ("mistral", "[TOOL_CALLS]", "name"),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]", "x7Gh"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]", "1234"),
+        ("mistral", "[TOOL_CALLS]", "    "),
+        ("hermes", "<tool_call>", " \n  "),
+        ("hermes", '<tool_call>{"a": ', "1234"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ', "nnnn"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ', " \n  "),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "', '\\"ab'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [', "{1},"),
+        ("llama3_json", "", "    "),
+    ],
+)
+def test_text_is_scanned_once(provider: str, before: str, piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short the pieces are that it comes in."""
+    looks = list[int]()
+    for where in (tool_parser, tool_parser._Brackets):
+        for name, value in list(vars(where).items()):
+            if isinstance(value, re.Pattern):
+                monkeypatch.setattr(where, name, Counting(value, looks))
+    pieces = [before, *[piece] * 2000]
+    assert parse(provider, *pieces) == parse(provider, "".join(pieces))
+    assert 8000 < sum(looks) < 3 * 2 * len("".join(pieces))  # twice parsed
 
 
 # Which parser
