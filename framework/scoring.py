@@ -34,7 +34,7 @@ def log_probabilities(logprobs: torch.Tensor, chosen: torch.Tensor, counts: list
     Equal ones are listed by token id, so the list does not depend on who shares the batch.
     """
     own = logprobs.gather(1, chosen[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
+    ranks = (logprobs > own).sum(-1, dtype=torch.int32) + 1  # to int64, torch's sum takes many times as long on a CPU
     most = min(max(counts), logprobs.shape[1])
     tops: list[list[tuple[int, float]]] = [[] for _ in counts]
     if most:
