@@ -408,6 +408,7 @@ class EngineClient:
                 self._progress(message.stage, message.share)
             case Ready():
                 if not self._ready.done():
+                    self._stats = EngineStats(kv_blocks=message.info.kv_blocks)  # all free, until it tells more
                     self._ready.set_result(message.info)
             case Fatal():
                 if message.traceback:

@@ -63,7 +63,7 @@ def restarted(server: Running, times: int) -> None:
 
 
 def metric(server: Running, name: str) -> float:
-    found = re.search(rf"^framework_{name} (\S+)$", server.http.get("/metrics").text, re.M)
+    found = re.search(rf"^framework_{re.escape(name)} (\S+)$", server.http.get("/metrics").text, re.M)
     assert found, name
     return float(found[1])
 
@@ -72,6 +72,7 @@ def test_another_engine_takes_the_place_of_one_that_died(tiny_llama: Path) -> No
     """Everybody is told, nobody waits, counters go on, and what clients rely on is as before."""
     with running(settings(tiny_llama), spawn=EchoProcess, pace=SOON._replace(first=0.5)) as server:
         models = server.http.get("/v1/models").json()
+        assert metric(server, 'kv_blocks{state="free"}') == 64, "before the first step"
         for times in (1, 2):
             generated = metric(server, "generation_tokens_total")
             held: list[httpx.Response] = []
@@ -96,6 +97,7 @@ def test_another_engine_takes_the_place_of_one_that_died(tiny_llama: Path) -> No
             assert metric(server, "generation_tokens_total") == generated + 2
             restarted(server, times)
             assert metric(server, "engine_up") == 1 and metric(server, "engine_restarts_total") == times
+            assert metric(server, 'kv_blocks{state="free"}') == 64
             assert metric(server, "generation_tokens_total") == generated + 2
             assert completion(server, server.ids("fine"))[0]["text"] == "fine"
             assert metric(server, "generation_tokens_total") == generated + 2 + 2 * len(server.ids("fine"))
