@@ -18,6 +18,7 @@ from .body import JsonRoute
 from .calls import Calls, ToolUse
 from .errors import Problem, unknown_model
 from .generation import Ask, Choice, Generation, Serving, route
+from .limits import MAX_SCORED
 from .schemas import ChatRequest, CompletionRequest, GenerationRequest
 from .scores import Echo, Scores
 from .sse import Reply
@@ -149,13 +150,16 @@ class _Completion(_Reply):
     request: CompletionRequest
 
     async def prompts(self) -> Sequence[list[int]]:
-        given, encode, cut = self.request.prompt, self.serving.inputs.encode, self.generation.cut
-        special = self.request.add_special_tokens is not False
+        request, encode, cut = self.request, self.serving.inputs.encode, self.generation.cut
+        given, special = request.prompt, request.add_special_tokens is not False
         size = sum(len(prompt) for prompt in given)
+        each = (request.n or 1) * (1 + (request.logprobs or 0)) if request.scored else 0
 
         def work() -> tuple[list[list[int]], list[Echo]]:
             ids = [encode(prompt, special, cut) for prompt in given]
-            return ids, [self._echo(*pair) for pair in zip(given, ids, strict=True)] if self.request.echo else []
+            if not request.echo or each * sum(map(len, ids)) > MAX_SCORED:  # which is refused before anything is sent
+                return ids, []
+            return ids, [self._echo(*pair) for pair in zip(given, ids, strict=True)]
 
         ids, self._echoes = await self.generation.tokenize(work, size)
         return ids
@@ -163,7 +167,8 @@ class _Completion(_Reply):
     def _echo(self, prompt: str | list[int], ids: list[int]) -> Echo:
         request, tokenizer, cut = self.request, self.serving.tokenizer, self.generation.cut
         if isinstance(prompt, list) or (cut is not None and len(ids) == cut.tokens):
-            return Echo.of_tokens(tokenizer, ids, request.skip_special_tokens is not False)
+            skip = request.skip_special_tokens is not False
+            return Echo.of_tokens(tokenizer, ids, skip) if request.scored else Echo(tokenizer.decode(ids, skip))
         if not request.scored:
             return Echo(prompt)
         return Echo.of_text(tokenizer, prompt, ids, request.add_special_tokens is not False)
@@ -189,8 +194,10 @@ class _Completion(_Reply):
         return self._piece(choice, choice, "".join(choice.text), True) | self.prompt_logprobs(choice)
 
     def deltas(self, choice: Choice, delta: Delta) -> Iterator[dict[str, Any]]:
-        piece = self._piece(choice, delta, delta.text, self.first(choice))
-        if piece["text"] or delta.logprobs or delta.finish_reason is not None or self.every_token:
+        first = self.first(choice)
+        piece = self._piece(choice, delta, delta.text, first)
+        echoed = first and bool(self._echoes)  # the prompt's tokens are told even if they have no text
+        if piece["text"] or delta.logprobs or delta.finish_reason is not None or self.every_token or echoed:
             yield {**piece, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
 
@@ -216,8 +223,12 @@ class _Chat(_Reply):
 
     async def prompts(self) -> Sequence[list[int]]:
         request, cut, render = self.request, self.generation.cut, self.serving.inputs.render
-        messages, template, special = request.chat(), request.template(), bool(request.add_special_tokens)
-        return [await self.generation.tokenize(lambda: render(messages, cut, special, **template), request.size)]
+        special = bool(request.add_special_tokens)
+
+        def work() -> list[int]:
+            return render(request.chat(), cut, special, **request.template())
+
+        return [await self.generation.tokenize(work, request.size)]
 
     def _logprobs(self, logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
         return self.scores.chat(logprobs) if self.request.logprobs else None

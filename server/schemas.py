@@ -295,9 +295,12 @@ class Chat(Body):
 
     @property
     def size(self) -> int:
-        """Characters that the template reads, about: those of its variables are not counted, but may be many."""
-        texts = sum(len(message.content or "") for message in self.messages or ())
-        return texts + (INLINE_TEXT + 1 if self.documents or self.chat_template_kwargs else 0)
+        """Characters that the template reads, about: those of its variables and of further fields of messages are not
+        counted, but may be many."""
+        messages = self.messages or ()
+        uncounted = self.documents or self.chat_template_kwargs or any(message.model_extra for message in messages)
+        texts = sum(len(message.role) + len(message.content or "") for message in messages)
+        return texts + (INLINE_TEXT + 1 if uncounted else 0)
 
     def chat(self) -> list[dict[str, Any]]:
         """The messages, as the template reads them."""
@@ -372,6 +375,10 @@ class ChatTokenizeRequest(Chat):
     model: str | None = None
     messages: Messages
     tools: list[dict[str, Any]] | None = None
+
+    @property
+    def size(self) -> int:
+        return super().size + (INLINE_TEXT + 1 if self.tools else 0)
 
     def template(self) -> dict[str, Any]:
         return super().template() | ({"tools": [shown(tool) for tool in self.tools]} if self.tools else {})

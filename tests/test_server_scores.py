@@ -116,6 +116,29 @@ def test_scoring_a_prompt(echo: Running) -> None:
     eventually(lambda: echo.engine.stats.running == 0)
 
 
+def test_an_echoed_prompt_without_text_has_its_scores(echo: Running) -> None:
+    (start,) = echo.ids("<|im_start|>")
+    for prompt in ([start], [start, start], [[start], echo.ids("The")]):
+        first = completion(echo, prompt, echo=True, logprobs=1, max_tokens=1)[0]
+        count = len(prompt) if isinstance(prompt[0], int) else 1
+        assert first["text"] == "" and first["logprobs"]["tokens"] == ["<|im_start|>"] * (count + 1)
+        assert first["logprobs"]["token_logprobs"] == [None] + [-0.5] * count
+
+
+def test_no_work_for_offsets_that_nobody_gets(echo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds for millions of tokens."""
+    made = []
+    of_tokens = Echo.of_tokens
+    monkeypatch.setattr(Echo, "of_tokens", lambda *given: made.append(given) or of_tokens(*given))
+    ids = echo.ids("The fox 🙂 漢字")
+    scored = completion(echo, ids, echo=True, logprobs=0, max_tokens=1)[0]
+    assert len(made) == 2
+    assert completion(echo, ids, echo=True, max_tokens=1)[0]["text"] == scored["text"]
+    refused = echo.post("/v1/completions", prompt=[ids[:1] * 200] * 30, n=120, echo=True, logprobs=1)
+    assert "log-probabilities" in check_error(refused, 400, "logprobs")
+    assert len(made) == 2
+
+
 def test_prompt_logprobs(echo: Running) -> None:
     ids = echo.ids("The fox 🙂")
     body = echo.post("/v1/completions", prompt=[ids, ids[:2]], n=2, prompt_logprobs=2, **BASE).json()

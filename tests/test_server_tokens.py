@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,35 @@ def test_another_model_is_not_tokenised_for(server: Running) -> None:
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": []})):
         assert server.post(path, **body, model="echo").status_code == 200
         check_error(server.post(path, **body, model="other"), 404, "model")
+
+
+LONG = "word " * 1000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": LONG, "content": "x"}]},
+        {"messages": [{"role": "user", "content": "x", "name": LONG}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
+        {"messages": CHAT, "chat_template_kwargs": {"variable": LONG}},
+        {"messages": CHAT, "documents": [{"text": LONG}]},
+    ],
+    ids=str,
+)
+def test_long_texts_go_to_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]) -> None:
+    """Wherever they stand: others are served meanwhile."""
+    threads: list[str] = []
+    kind = type(server.tokenizer)
+    render = kind.render
+
+    def noted(*given: Any, **more: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(*given, **more)
+
+    monkeypatch.setattr(kind, "render", noted)
+    for path in ("/tokenize", "/chat_tokenize", "/v1/chat/completions"):
+        more = {"max_tokens": 1, "truncate_prompt_tokens": 9} if path.startswith("/v1") else {}
+        post(server, path, **body, **more)
+        post(server, path, messages=CHAT, **more)
+    assert [name.startswith("asyncio_") for name in threads] == [True, False] * 3
