@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from .errors import PluginError
+from .errors import InvalidRequest, PluginError, Rejected
+from .log import get_logger
 from .messages import Add, TokenOutput, seed_of
-from .types import Request
+from .types import Reject, Request
 
 if TYPE_CHECKING:
     from .registry import Plugins
+
+log = get_logger(__name__)
 
 
 def requests_of(message: Add, order: int, limit: int, now: int, seed: int) -> Iterator[Request]:
@@ -40,6 +43,17 @@ def requests_of(message: Add, order: int, limit: int, now: int, seed: int) -> It
 
 def refusal(id: str, reason: str, status: int, retry_after: float | None = None) -> TokenOutput:
     return TokenOutput(id, 0, [], finish_reason="error", error=reason, status=status, retry_after=retry_after)
+
+
+def unprepared(request: Request, error: BaseException) -> Reject:
+    """What the client is told. What is not meant for clients is the log's alone."""
+    match error:
+        case InvalidRequest():
+            return Reject(str(error), status=400)
+        case Rejected():
+            return Reject(str(error), error.retry_after, error.status)
+    log.error("a request could not be prepared", request_id=request.id, exc_info=error)
+    return Reject("the request could not be prepared; the server's log has the details", status=500)
 
 
 class Preparing:

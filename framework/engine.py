@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from .arrivals import Preparing, refusal, requests_of
-from .errors import EngineDead, InvalidRequest, PluginError
+from .arrivals import Preparing, refusal, requests_of, unprepared
+from .errors import EngineDead, PluginError
 from .executor import Done, Executor, Pending
 from .kv import KVCache
 from .log import get_logger
@@ -146,11 +146,10 @@ class Engine:
             if error is None:
                 self.planner.unhide(request)
                 continue
-            if not isinstance(error, InvalidRequest):
-                log.error("a request could not be prepared", request_id=request.id, exc_info=error)
+            told = unprepared(request, error)
             for one in (*request.children, request):
-                outputs.append(self._finish(one, "error", error=str(error)))
-                outputs[-1].status = 400 if isinstance(error, InvalidRequest) else 500
+                outputs.append(self._finish(one, "error", error=told.reason))
+                outputs[-1].status, outputs[-1].retry_after = told.status, told.retry_after
         return outputs
 
     def _submit(self, outputs: list[TokenOutput]) -> bool:

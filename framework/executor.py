@@ -12,7 +12,7 @@ from .plan import Plan, StepResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .model import ModelSpec
+    from .model import Checkpoint, ModelSpec
 
 
 class Clock(Protocol):
@@ -83,6 +83,8 @@ class Executor(ABC):
     cache_spec: CacheSpec
     """Set by `start`, as are the following."""
     spec: ModelSpec
+    checkpoint: Checkpoint | None = None
+    """The model's, whose logits plugins may change; None: no logits are computed."""
     dtype_name: str = ""
     """Of weights and activations: a torch dtype's name."""
     device_type: str = "cpu"

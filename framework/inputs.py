@@ -199,6 +199,12 @@ class InputProcessor:
         eos = params.eos_token_ids or tuple(id for id in self.tokenizer.eos_token_ids if 0 <= id < vocab)
         params = msgspec.structs.replace(params, eos_token_ids=eos, top_k=min(params.top_k, vocab))
         if params.structured_outputs is not None:
+            if not self.info.logits:
+                executor = self.info.providers.get("executor")
+                why = (
+                    f"the executor here, {executor!r}, computes no logits, so no output follows a grammar; leave it out"
+                )
+                raise InvalidRequest(FIELD, f"{FIELD}: {why}")
             if not eos:
                 raise InvalidRequest(FIELD, f"{FIELD}: this model has no end token, which is to follow a whole output")
             params = msgspec.structs.replace(params, structured_outputs=normalised(params.structured_outputs))

@@ -225,6 +225,8 @@ class EngineInfo(msgspec.Struct):
     """Whether a step is planned while the one before runs."""
     device_type: str = "cpu"
     """A torch device's; `device` is its readable name."""
+    logits: bool = True
+    """Whether the executor computes any: without them nothing keeps an output to a grammar."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

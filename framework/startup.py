@@ -100,6 +100,7 @@ def build_engine(
         kv_dtype=executor.cache_spec.dtype,
         cpus=machine.allowed(),
         overlap=overlapped,
+        logits=executor.checkpoint is not None,
     )
     return engine, info
 

@@ -61,6 +61,7 @@ class TorchExecutor(Executor):
     A step that raises leaves everything known of the requests in place; whoever ran is expected again in `Plan.new`.
     """
 
+    checkpoint: Checkpoint
     backend: KernelBackend
     device_name: str
 

@@ -5,6 +5,7 @@ Ranges that `SamplingParams.check` knows are only told here: a value out of rang
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from framework import InvalidRequest
 from framework.inputs import MAX_NAME
 
 from .limits import MAX_REQUEST_ID, MAX_USER
@@ -115,6 +117,16 @@ def valid_text(value: str) -> str:
     return value
 
 
+def check_texts(where: str, value: object) -> None:
+    """Of a value of JSON every text. Raises `InvalidRequest` naming `where` it stands."""
+    try:
+        valid_text(json.dumps(value, ensure_ascii=False))
+    except ValueError as error:
+        raise InvalidRequest(where, f"{where} {error}") from None
+    except RecursionError:
+        raise InvalidRequest(where, f"{where} is nested too deeply") from None
+
+
 def _user(value: object) -> object:
     if isinstance(value, str) and len(valid_text(value)) > MAX_USER:
         raise ValueError(f"at most {MAX_USER} characters, got {len(value)}")
@@ -176,6 +188,9 @@ class Absent(BaseModel):
     ec_transfer_params: Annotated[Any, Only("transfer of encoder caches is not supported")] = None
     vllm_xargs: Annotated[Any, Only("has another name here: plugins read `extra`", {})] = None
     custom_logit_processor: Annotated[Any, Only("is not supported: logits processors are plugins here")] = None
+    return_token_offsets: Annotated[Any, Only("is not supported: text_offset is among the logprobs", False)] = None
+    return_prompt_text: Annotated[Any, Only("is not supported: use echo", False)] = None
+    mm_payload: Annotated[Any, Only("only text is read", {})] = None
     return_hidden_states: Annotated[Any, Only("hidden states are not supported", False)] = None
     lora_path: Annotated[Any, Only("adapters are not supported")] = None
     lora_request: Annotated[Any, Only("adapters are not supported")] = None

@@ -32,6 +32,7 @@ from .fields import (
     Only,
     Sender,
     Whether,
+    check_texts,
     integer,
     number,
     valid_text,
@@ -75,7 +76,7 @@ _STOPS = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STO
 _BIAS = {"type": "number", "minimum": -100, "maximum": 100}
 _BIASES = {
     "anyOf": [
-        {"type": "object", "patternProperties": {r"^\d+$": _BIAS}, "additionalProperties": False}
+        {"type": "object", "patternProperties": {"^[0-9]+$": _BIAS}, "additionalProperties": False}
         | {"maxProperties": MAX_BIASES},
         _NULL,
     ]
@@ -125,10 +126,12 @@ def _bias(value: object) -> object:
         return value
     if len(value) > MAX_BIASES:
         raise ValueError(f"at most {MAX_BIASES} token ids, got {len(value)}")
-    try:
-        return {int(key): bias for key, bias in value.items()}
-    except ValueError:
-        raise ValueError("must have token ids as keys") from None
+    if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in value):
+        raise ValueError("must have token ids as keys: decimal digits, and nothing else")
+    found = {int(key): bias for key, bias in value.items()}
+    if len(found) < len(value):
+        raise ValueError("must have each token id once, however it is written")
+    return found
 
 
 def _content(value: object) -> str | None:
@@ -263,7 +266,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: str
+    role: Annotated[str, AfterValidator(valid_text)]
     content: Annotated[str | None, PlainValidator(_content), WithJsonSchema(_CONTENT)] = None
 
 
@@ -292,6 +295,8 @@ class Chat(Body):
             )
         for name in _RESERVED & set(self.chat_template_kwargs or ()):
             raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs: {name} has a field of its own")
+        for name in ("documents", "reasoning_effort", "chat_template_kwargs"):
+            check_texts(name, getattr(self, name))
 
     @property
     def size(self) -> int:

@@ -11,7 +11,8 @@ from pydantic import WithJsonSchema
 from framework import InvalidRequest, StructuredOutputs
 
 _FORMATS = "text, json_object, json_schema and structural_tag"
-_UNSUPPORTED = ("whitespace_pattern",)
+_UNSUPPORTED: dict[str, tuple[bool, ...]] = {"whitespace_pattern": (), "disable_additional_properties": (False,)}
+"""What would change the output if it were ignored, and values beside null that ask for nothing."""
 RESPONSE_FORMAT = WithJsonSchema(
     {
         "type": "object",
@@ -51,8 +52,8 @@ def structured_outputs(
         raise InvalidRequest(
             "response_format", "response_format and structured_outputs exclude each other; leave out one"
         )
-    for name in _UNSUPPORTED:
-        if structured.get(name) is not None:
+    for name, neutral in _UNSUPPORTED.items():
+        if not any(structured.get(name) is one for one in (None, *neutral)):
             raise InvalidRequest("structured_outputs", f"structured_outputs: {name} is not supported")
     known = {name: structured[name] for name in StructuredOutputs.__struct_fields__ if structured.get(name) is not None}
     return _typed("structured_outputs", known)

@@ -24,6 +24,7 @@ from pydantic import (
 from framework import InvalidRequest
 from framework.errors import brief
 
+from .fields import check_texts, valid_text
 from .limits import MAX_INPUT, MAX_TOOL_BYTES, MAX_TOOL_CALLS, MAX_TOOLS
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -100,6 +101,7 @@ def _sized(value: object) -> object:
         raise ValueError(f"must have 1 to {MAX_TOOLS} elements, got {len(value)}; leave it out for none")
     try:
         size = len(json.dumps(value))
+        valid_text(json.dumps(value, ensure_ascii=False))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if size > MAX_TOOL_BYTES:
@@ -180,7 +182,11 @@ def as_template(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     names: dict[str, str] = {}
     messages = []
     for i, sent in enumerate(chat):
-        message = _message(sent, f"messages.{i}")
+        where = f"messages.{i}"
+        for name in sent.keys() - {"role", "content"}:  # these were checked as they came
+            check_texts(where, name)
+            check_texts(f"{where}.{brief(name, MAX_INPUT)}", sent[name])
+        message = _message(sent, where)
         for call in message.get("tool_calls") or ():
             if isinstance(call.get("id"), str):
                 names[call["id"]] = call["function"]["name"]

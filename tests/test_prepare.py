@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 from harness import Harness, Policy
 
-from framework import InvalidRequest, Request, Status, hookimpl
+from framework import InvalidRequest, ModelError, Rejected, Request, Status, hookimpl
 
 
 class Slow(Policy):
@@ -54,14 +54,28 @@ def test_what_is_ready_does_not_wait() -> None:
     h.run()
 
 
-@pytest.mark.parametrize(("error", "status"), [(InvalidRequest("x", "a bad one"), 400), (OSError("lost"), 500)])
-def test_what_goes_wrong_ends_all_of_them(error: Exception, status: int) -> None:
+INTERNAL = "the request could not be prepared; the server's log has the details"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (InvalidRequest("x", "a bad one"), ("a bad one", 400, None)),
+        (Rejected("not now", 503, 2.5), ("not now", 503, 2.5)),
+        (OSError("lost /secret/file"), (INTERNAL, 500, None)),
+        (ModelError("of no client's business"), (INTERNAL, 500, None)),
+    ],
+)
+def test_what_goes_wrong_ends_all_of_them(
+    error: Exception, told: tuple[str, int, float | None], caplog: pytest.LogCaptureFixture
+) -> None:
     h, policy = waiting(n=3)
     policy.futures["slow"].set_exception(error)
     outputs = h.engine.step()
-    assert {(o.id, o.finish_reason, o.error, o.status) for o in outputs if o.finish_reason} == {
-        (id, "error", str(error), status) for id in ("slow", "slow/1", "slow/2")
+    assert {(o.id, o.finish_reason, o.error, o.status, o.retry_after) for o in outputs if o.finish_reason} == {
+        (id, "error", *told) for id in ("slow", "slow/1", "slow/2")
     }
+    assert (str(error) in caplog.text) == (told[1] == 500), "what the client is not told, the log is"
     h.engine.abort(["other"])
     assert not h.engine.has_work and h.planner.view.total == 0
 
@@ -70,7 +84,7 @@ def test_a_plugin_that_fails() -> None:
     h = Harness(Slow())
     h.add("slow", cache_salt=b"broken")
     [output] = h.engine.step()
-    assert output.error and "a plugin that fails" in output.error and output.status == 500
+    assert (output.error, output.status) == (INTERNAL, 500)
     assert not h.engine.has_work and h.planner.view.total == 0
 
 

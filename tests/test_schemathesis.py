@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from echo_engine import EchoProcess
 from framework.server.keys import Keys
 from serving import Running, eventually, running
 
@@ -30,8 +29,8 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[Running]:
-    settings = Settings(model=str(tiny_llama), served_model_name="echo", max_queued_requests=64)
-    with running(settings, request.param, spawn=EchoProcess) as found:
+    settings = Settings(model=str(tiny_llama), served_model_name="tiny", executor="scripted", max_queued_requests=64)
+    with running(settings, request.param) as found:
         yield found
 
 

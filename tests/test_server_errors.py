@@ -46,6 +46,7 @@ def server(tiny_llama: Path) -> Iterator[Running]:
         yield found
 
 
+BAD_KEYS = ("x", "", " 1 ", "1_0", "+1", "-1", "1.0", "\u0661", "9" * 5000)
 BAD: list[tuple[dict[str, Any], str | None]] = [
     ({}, "prompt"),
     ({"prompt": ""}, "prompt"),
@@ -104,7 +105,8 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "stop_token_ids": [512]}, "stop_token_ids"),
     ({"prompt": "a", "stop_token_ids": ["a"] * 1000}, "stop_token_ids.0"),
     ({"prompt": "a", "logit_bias": {"9999999": 5}}, "logit_bias"),
-    ({"prompt": "a", "logit_bias": {"x": 5}}, "logit_bias"),
+    *(({"prompt": "a", "logit_bias": {key: 5}}, "logit_bias") for key in BAD_KEYS),
+    ({"prompt": "a", "logit_bias": {"1": 5, "01": -5}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"1": 1e9}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": [1]}, "logit_bias"),
     ({"prompt": "a", "priority": 2**63}, "priority"),
@@ -136,6 +138,30 @@ BAD_CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"content": "hi"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+    *(
+        (
+            {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": "a", **bad}]},
+            f"messages.1{field}",
+        )
+        for bad, field in (
+            ({"role": "\ud800"}, ".role"),
+            ({"name": "\ud800"}, ".name"),
+            ({"\udfff": 1}, ""),
+            ({"tool_call_id": "\ud800"}, ".tool_call_id"),
+            ({"tool_calls": [{"id": "1", "function": {"name": "\ud800", "arguments": "{}"}}]}, ".tool_calls"),
+            ({"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"a": "\ud800"}}}]}, ".tool_calls"),
+        )
+    ),
+    ({"messages": [{"role": "user", "content": "a"}], "documents": [{"a": "\ud800"}]}, "documents"),
+    ({"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "\ud800"}, "reasoning_effort"),
+    ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs"),
+    (
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}],
+        },
+        "tools",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "word " * 300}]}, "messages"),
     ({"messages": [{"role": "user", "content": ""}] * 5000}, "messages"),

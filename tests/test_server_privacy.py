@@ -117,7 +117,7 @@ def test_a_bug_of_ours_tells_neither_side_of_the_other(
 
     def broken(text: str, *arguments: Any) -> list[int]:
         del text
-        raise RuntimeError("a bug in /work/inputs.py")
+        raise RuntimeError("a bug in /home/ann/inputs.py")
 
     serving: Serving = server.serving
     monkeypatch.setattr(serving.inputs, "encode", broken)
@@ -125,7 +125,7 @@ def test_a_bug_of_ours_tells_neither_side_of_the_other(
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "internal error; the server's log has the details"
     assert answer.headers["connection"] == "close"
-    eventually(lambda: "a bug in /work/inputs.py" in caplog.text)
+    eventually(lambda: "a bug in /home/ann/inputs.py" in caplog.text)
     assert "Traceback" in caplog.text and SECRET not in caplog.text
 
 

@@ -20,7 +20,7 @@ import httpx
 import jsonschema
 import psutil
 import pytest
-from serving import Running, check_error, completion, eventually, running
+from serving import Running, check_error, check_tgi_error, completion, eventually, running
 
 from framework.settings import Settings
 
@@ -93,6 +93,7 @@ ASKED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}}, "json"),
     ({"structured_outputs": {"regex": "[0-9]{3}-[a-c]"}}, "[0-9]{3}-[a-c]"),
     ({"structured_outputs": {"choice": ["yes", "no"], "json_object": False}}, "yes|no"),
+    ({"structured_outputs": {"choice": ["yes"], "disable_additional_properties": False}}, "yes"),
     ({"structured_outputs": {"grammar": 'root ::= "<" ("a" | "b") ">"'}}, "<[ab]>"),
     ({"structured_outputs": {"structural_tag": {"format": TAG}}}, "<[ab]>"),
 ]
@@ -136,6 +137,26 @@ def test_response_formats_of_both_routes(server: Running, form: dict[str, Any]) 
 def test_json_object(server: Running) -> None:
     answer = server.post("/v1/chat/completions", messages=CHAT, response_format={"type": "json_object"}, max_tokens=20)
     assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize("executor", ["scripted", "checking"])
+def test_without_logits_nobody_is_promised_a_grammar(tiny_llama: Path, executor: str) -> None:
+    with running(Settings(model=str(tiny_llama), executor=executor)) as server:
+        why = f"the executor here, '{executor}', computes no logits, so no output follows a grammar; leave it out"
+        wanted = {"choice": ["ja", "nein"]}
+        for fields, param in (
+            ({"structured_outputs": wanted}, "structured_outputs"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"structured_outputs": wanted, "stream": True}, "structured_outputs"),
+        ):
+            assert refused(server, param, **fields) == f"{param}: {why}"
+            check_error(server.post("/v1/chat/completions", messages=CHAT, **fields), 400, param)
+        grammar = {"type": "regex", "value": "a"}
+        answer = server.post("/generate", inputs="x", parameters={"grammar": grammar})
+        check_tgi_error(answer, 422, "validation", f"grammar: {why}")
+        plain = server.post("/v1/completions", prompt="x", max_tokens=2, response_format={"type": "text"})
+        assert plain.status_code == 200
+        eventually(lambda: server.engine.load == 0)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -187,6 +208,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
             {"grammar": 'root ::= root root root | root root | "a" | ""'},
             {"structural_tag": "x"},
             {"json": {"type": "object"}, "whitespace_pattern": "x"},
+            {"json": {"type": "object"}, "disable_additional_properties": True},
+            {"json": {"type": "object"}, "disable_additional_properties": 0},
         )
     ),
     ({"response_format": FORMATS[0], "structured_outputs": {"regex": "a"}}, "response_format"),
@@ -204,6 +227,9 @@ def test_bad_ones(server: Running) -> None:
                 "/v1/completions", content=content, headers={"content-type": "application/json"}
             )
             check_error(response, 400, param)
+    for name, value in (("whitespace_pattern", "x"), ("disable_additional_properties", True)):
+        said = refused(server, "structured_outputs", structured_outputs={"regex": "a", name: value})
+        assert said == f"structured_outputs: {name} is not supported"
     message = refused(server, "structured_outputs", structured_outputs={"regex": "foo**"})
     assert "regex: Regex parsing error at position 5: Two consecutive" in message
     assert "use structured_outputs" in refused(server, "guided_regex", guided_regex="a")

@@ -35,7 +35,8 @@ _SAME = {
     "request_params_n": "request_params_n",
     "request_params_max_tokens": "request_params_max_tokens",
 }
-"""Theirs: ours. Type and meaning are the same."""
+"""Theirs: ours, of the same type. Of requests that were preempted ours also count what was found in the prefix cache when
+they came back. `_derived` has those that are put together here."""
 
 
 class _Client(Protocol):
@@ -90,7 +91,7 @@ def _derived(ours: dict[str, Metric], labels: dict[str, str]) -> Iterator[Metric
 
     prompts = total("prompt_tokens") + total("prefix_cache_hit_tokens")
     yield counter("num_preemptions", "Preemptions.", total("preemptions"))
-    yield counter("prompt_tokens", "Prompt tokens computed or found in the prefix cache.", prompts)
+    yield counter("prompt_tokens", "Prompt tokens computed, again or not, or found in the prefix cache.", prompts)
     yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", prompts)
     ends = CounterMetricFamily("vllm:request_success", "Outputs that ended.", labels=[*labels, "finished_reason"])
     for sample in ours["request_success"].samples:
