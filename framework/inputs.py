@@ -200,10 +200,8 @@ class InputProcessor:
         params = msgspec.structs.replace(params, eos_token_ids=eos, top_k=min(params.top_k, vocab))
         if params.structured_outputs is not None:
             if not self.info.logits:
-                executor = self.info.providers.get("executor")
-                why = (
-                    f"the executor here, {executor!r}, computes no logits, so no output follows a grammar; leave it out"
-                )
+                name = self.info.providers.get("executor")
+                why = f"the executor here, {name!r}, computes no logits, so no output follows a grammar; leave it out"
                 raise InvalidRequest(FIELD, f"{FIELD}: {why}")
             if not eos:
                 raise InvalidRequest(FIELD, f"{FIELD}: this model has no end token, which is to follow a whole output")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import h11
 import pytest
@@ -119,15 +120,40 @@ def connections(draw: st.DrawFn) -> Sent:
     return Sent(pieces, draw(st.sampled_from(["wait", "wait", "wait", "half", "reset"])))
 
 
+BATCHES = st.lists(connections(), min_size=30, max_size=40)
+ONCE: dict[str, Any] = {
+    "deadline": None,
+    "phases": (Phase.explicit, Phase.generate),  # each connection stands by itself: what failed is shown as it is
+    "suppress_health_check": list(HealthCheck),
+}
+
+
 @seed(0)
-@settings(
-    max_examples=25,
-    deadline=None,
-    phases=(Phase.explicit, Phase.generate),  # each connection stands by itself: what failed is shown as it is
-    suppress_health_check=list(HealthCheck),
-)
-@given(st.lists(connections(), min_size=30, max_size=40))
+@settings(max_examples=25, **ONCE)
+@given(BATCHES)
 def test_generated_bytes(server: Running, sent: list[Sent]) -> None:
+    fine(server, sent)
+
+
+@pytest.mark.slow
+def test_thousands_of_generated_connections(server: Running) -> None:
+    count = 0
+
+    @seed(1)
+    @settings(max_examples=80, **ONCE)
+    @given(BATCHES)
+    def generated(sent: list[Sent]) -> None:
+        nonlocal count
+        fine(server, sent)
+        count += len(sent)
+
+    generated()
+    assert count >= 2000
+
+
+def fine(server: Running, sent: list[Sent]) -> None:
+    """Each connection is answered as it should be, all of them at once."""
+
     async def all_of_them() -> list[bytes]:
         return await asyncio.gather(*(exchange(server, each) for each in sent))
 

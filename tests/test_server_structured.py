@@ -31,7 +31,6 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-OBJECT = re.compile(r"\{\s*\"a\"\s*:\s*\d+\s*,\s*\"b\"\s*:\s*(true|false)\s*\}")
 CHAT = [{"role": "user", "content": "Say something."}]
 TAG = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[ab]"}, "end": ">"}
 BOMB = "|".join(f"[a-z]{{{i}}}" for i in range(1, 3000))
@@ -122,16 +121,18 @@ FORMATS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_response_formats_of_both_routes(server: Running, form: dict[str, Any]) -> None:
-    body = {"response_format": form, "seed": 1, "max_tokens": 300}
+    vocab = range(server.serving.inputs.info.vocab_size)
+    blank = [id for id in vocab if server.tokenizer.token_bytes(id).isspace()]  # of which such a model makes no end
+    bias = dict.fromkeys(map(str, blank), -100)
+    body = {"response_format": form, "seed": 1, "max_tokens": 200, "logit_bias": bias}
     answer = server.openai.chat.completions.create(model="", messages=CHAT, **body)  # type: ignore[call-overload]
     texts = [answer.choices[0].message.content]
     pieces = server.openai.chat.completions.create(model="", messages=CHAT, stream=True, **body)  # type: ignore[call-overload]
     texts.append("".join(piece.choices[0].delta.content or "" for piece in pieces))
     assert texts[0] == texts[1]
     texts += [choice["text"] for choice in completion(server, "x", **body).values()]
-    whole = [text for text in texts if OBJECT.fullmatch(text)]
-    for text in texts:  # endless whitespace is as good as any, to a model with random weights
-        assert text in whole or not text.rstrip().endswith("}")
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
 
 
 def test_json_object(server: Running) -> None:

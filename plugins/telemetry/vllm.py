@@ -35,8 +35,8 @@ _SAME = {
     "request_params_n": "request_params_n",
     "request_params_max_tokens": "request_params_max_tokens",
 }
-"""Theirs: ours, of the same type. Of requests that were preempted ours also count what was found in the prefix cache when
-they came back. `_derived` has those that are put together here."""
+"""Theirs: ours, of the same type. Of preempted requests ours also count what was found in the prefix cache when they
+came back. `_derived` has those that are put together here."""
 
 
 class _Client(Protocol):
