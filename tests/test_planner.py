@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 from harness import Harness, Policy, ids, ranked, started, tokens
@@ -414,3 +416,21 @@ def test_the_forced_step_counts_only_while_work_exists() -> None:
     h.add("a", 4, 2)
     h.run()
     assert h.planner.forced == 0 and h.planner.policy.faults == {}
+
+
+@pytest.mark.parametrize("preemption", [None, Mode.RECOMPUTE])
+def test_an_idle_start_is_fine_and_while_requests_wait_and_blocks_are_free_every_step_progresses(
+    preemption: Mode | None,
+) -> None:
+    rng = random.Random(5)
+    h = Harness(blocks=12, tokens=16, seats=3, preemption=preemption)
+    assert [h.step() for _ in range(20)] == [None] * 20 and not h.engine.has_work
+    for i in range(30):
+        h.add(f"r{i}", rng.randrange(1, 24), rng.randrange(1, 24))
+    starved = 0
+    while h.engine.has_work:
+        waiting, free = len(h.waiting), h.engine.kv.usage().free
+        plan = h.step()
+        assert plan is not None and sum(one.tokens for one in plan.slices) > 0, (waiting, free)
+        starved += waiting > 0 and free > 0
+    assert starved > 20 and len(h.reasons) == 30 and set(h.reasons.values()) == {"length"}
