@@ -1,16 +1,38 @@
-"""Write docs/cli.md from the settings model and the command line: `python docs/generate.py`."""
+"""Write docs/cli.md from the settings model and the command line, docs/fields.md from the models of requests:
+`python docs/generate.py`."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import typer
+from framework.server.fields import Only
+from framework.server.schemas import ChatRequest, CompletionRequest
+from framework.server.tgi_schemas import NAMES, GenerateParameters, GenerateRequest
+from pydantic import BaseModel
 
 from framework.cli import app
 from framework.flags import Flag, panels
 
 TARGET = Path(__file__).with_name("cli.md")
+FIELDS = Path(__file__).with_name("fields.md")
+_FIELDS = """\
+# Fields by dialect
+
+<!-- Written by docs/generate.py from the models of requests; a test fails when it is out of date. -->
+
+What becomes of each field: *taken*, in the ranges and with the defaults of [the HTTP API](http-api.md#fields) and
+[the TGI dialect](tgi-api.md#fields); *refused*, with an error that names it, for any value but null and those that are listed;
+*ignored*, as is every field that is not in this table. TGI's column has the name that a field has there.
+
+| field | `/v1/completions` | `/v1/chat/completions` | `/generate`, `/generate_stream`, `/` |
+|---|---|---|---|
+{rows}
+"""
+_TGI = {**NAMES, "echo": "return_full_text", "top_logprobs": "top_n_tokens", "truncate_prompt_tokens": "truncate"}
+"""What is called otherwise there."""
 _INTRODUCTION = """\
 # Command line
 
@@ -87,5 +109,34 @@ def _row(option: Flag) -> str:
     return f"| `{option.name}{metavar}` | {default} | {description} |"
 
 
+def fields() -> str:
+    """The whole page of fields."""
+    openai = dict.fromkeys([*CompletionRequest.model_fields, *ChatRequest.model_fields])
+    names = [(name, _TGI.get(name, name)) for name in openai]
+    known = {name for _, name in names}
+    tgi = [name for model in (GenerateRequest, GenerateParameters) for name in model.model_fields]
+    names += [(name, name) for name in tgi if name not in known]
+    rows = []
+    for name, theirs in names:
+        there = _becomes(theirs, GenerateRequest, GenerateParameters)
+        if name != theirs and there != "ignored":
+            there += f" as `{theirs}`"
+        ours = (_becomes(name, CompletionRequest), _becomes(name, ChatRequest))
+        rows.append(f"| `{name}` | {' | '.join((*ours, there))} |")
+    return _FIELDS.format(rows="\n".join(rows))
+
+
+def _becomes(name: str, *models: type[BaseModel]) -> str:
+    found = next((model.model_fields[name] for model in models if name in model.model_fields), None)
+    if found is None:
+        return "ignored"
+    only = next((one for one in found.metadata if isinstance(one, Only)), None)
+    if only is None:
+        return "taken"
+    values = ", ".join(f"`{json.dumps(value)}`" for value in only.neutral)
+    return f"refused but for {values}" if values else "refused"
+
+
 if __name__ == "__main__":
     TARGET.write_text(render(), "utf-8")
+    FIELDS.write_text(fields(), "utf-8")

@@ -95,16 +95,16 @@ class Only:
 
     def __init__(self, why: str, *neutral: Any) -> None:
         self._why = why
-        self._neutral = neutral
+        self.neutral = neutral
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [None, *self._neutral]}
+        return {"enum": [None, *self.neutral]}
 
     def _check(self, value: object) -> object:
-        if value is not None and not any(value == one and type(value) is type(one) for one in self._neutral):
+        if value is not None and not any(value == one and type(value) is type(one) for one in self.neutral):
             raise ValueError(f"{self._why}; leave it out")
         return value
 

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+from framework.server.schemas import ChatRequest, CompletionRequest
+from framework.server.tgi_schemas import GenerateParameters, GenerateRequest
 
 from framework.hookspecs import HOOKS, Hooks
 
@@ -20,13 +22,17 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def test_the_reference_of_the_command_line_is_fresh() -> None:
+def test_what_is_written_by_the_code_is_fresh() -> None:
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
     assert spec and spec.loader
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     fresh = (ROOT / "docs/cli.md").read_text("utf-8") == generate.render()
     assert fresh, "docs/cli.md is out of date: run `python docs/generate.py`"
+    page = (ROOT / "docs/fields.md").read_text("utf-8")
+    assert page == generate.fields(), "docs/fields.md is out of date: run `python docs/generate.py`"
+    for model in (CompletionRequest, ChatRequest, GenerateRequest, GenerateParameters):
+        assert len(model.model_fields) > 3 and all(f"`{name}`" in page for name in model.model_fields)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
