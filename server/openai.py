@@ -346,5 +346,12 @@ def router(serving: Serving) -> APIRouter:
         ("/chat/completions", chat, "chat", "chatcmpl", shapes.ChatCompletion),
     ):
         kind = route(Route, serving, operation, prefix)
-        routes.add_api_route(path, handler, methods=["POST"], response_model=shape, route_class_override=kind)
+        routes.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            response_model=shape,
+            responses=shapes.LATE,
+            route_class_override=kind,
+        )
     return routes

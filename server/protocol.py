@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import Any
+from urllib.parse import unquote
 
 import httptools
 import msgspec
@@ -14,9 +15,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from framework.settings import Settings
 
+from .app import spelling
 from .errors import Problem
 from .limits import INTERRUPT, KEEP_ALIVE, MAX_HEAD, MAX_PIPELINED, RECEIVE
-from .openai import spell
 from .proxy import outside
 
 PROBES = ("/health", "/ping", "/ready", "/load", "/metrics")
@@ -166,12 +167,19 @@ class Protocol(HttpToolsProtocol):
         active = self._active
         return active is not None and not active.response_complete and (self._in_head or active is not self.cycle)
 
+    @property
+    def _path(self) -> str:
+        """Of the request that is being received; empty as long as it may go on."""
+        if not self._in_head:
+            return self.scope["path"]
+        return unquote(self.url.partition(b"?")[0].decode("latin-1")) if self._begun and self.headers else ""
+
     def _refuse(self, problem: Problem) -> None:
         """Answer the request that is being received, if it can be, and end the connection."""
         client = ":".join(map(str, self.client or ("unix",)))
         self.logger.info("%s - refused with %d: %s", client, problem.status, problem.message)
         if not self._owed and (self._in_head or not self.cycle.response_started):
-            status, error = spell(problem)
+            status, error = spelling(self._path)(problem)
             body = msgspec.json.encode(error)
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[status] + head.encode() + body)

@@ -25,11 +25,14 @@ class Error(TypedDict):
     error: ErrorDetails
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error, "description": HTTPStatus(status).phrase}
-    for status in (400, 401, 403, 404, 405, 408, 413, 429, 431, 500, 503)
-}
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": Error, "description": HTTPStatus(status).phrase} for status in statuses}
+
+
+ERRORS = _errors(400, 401, 403, 404, 405, 408, 413, 429, 431, 500, 503)
 """Of every route that answers errors so."""
+LATE = _errors(504)
+"""Of those that generate, too."""
 
 # Both generating routes
 

@@ -69,13 +69,17 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (400, "The body is no JSON object"),
         (401, "No API key of this server's"),
         (403, "`tenant` is not the name of the API key"),
+        (405, "Another method"),
+        (408, "The request came too slowly"),
         (413, "The body is too large"),
         (415, "The body is not said to be JSON"),
         (422, "A field is wrong, or asks for what there is not"),
         (424, "Generating failed"),
         (429, "The queue is full"),
+        (431, "The headers are too large"),
         (500, "The request was ended by somebody else"),
         (503, "The engine is gone, or the server is ending"),
+        (504, "The time of the request is over"),
     )
 }
 

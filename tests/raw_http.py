@@ -161,6 +161,8 @@ def check(data: bytes, broken_off: bool = False) -> list[Answer]:
         if answer.status >= 400 and not broken_off:
             assert answer.headers["content-type"] == "application/json"
             error = json.loads(answer.body)["error"]
+            if isinstance(error, str):  # TGI's
+                error = {"message": error, "code": answer.status}
             assert error["code"] == answer.status and 0 < len(error["message"]) < 4000
     return found
 

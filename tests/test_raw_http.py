@@ -302,3 +302,29 @@ def test_many_connections_at_once(server: Running) -> None:
 
     done = [check(data) for data in asyncio.run(all_of_them())]
     assert [statuses(found) for found in done] == [[408]] * 100 + [[200]] * 100
+
+
+GENERATE = b"POST /%67enerate?a=b HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (GENERATE + b"A: " + b"a" * MAX_HEAD + b"\r\n\r\n", 431),
+        (GENERATE + b"A : b\r\n\r\n", 400),
+        (GENERATE + b"Transfer-Encoding: chunked\r\n\r\n-5\r\n", 400),
+        (GENERATE, 408),
+        (GENERATE + b"Content-Length: 9\r\n\r\n{", 408),
+    ],
+)
+def test_each_dialect_has_its_own_errors(server: Running, data: bytes, status: int) -> None:
+    """Once it is known which one the request is in: the beginning of a path is none."""
+    (answer,) = ask(server, data)
+    assert answer.status == status and set(json.loads(answer.body)) == {"error", "error_type"}
+    (answer,) = ask(server, data.replace(b"/%67enerate", b"/v1/completions"))
+    assert answer.status == status and set(json.loads(answer.body)["error"]) >= {"message", "type"}
+
+
+def test_the_beginning_of_a_path_has_no_dialect_yet(server: Running) -> None:
+    (answer,) = ask(server, b"POST /generate")
+    assert answer.status == 408 and set(json.loads(answer.body)["error"]) >= {"message", "type"}

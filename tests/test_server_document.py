@@ -68,6 +68,11 @@ def test_every_route_says_how_it_fails(document: dict[str, Any]) -> None:
                 assert set(responses) >= {str(status) for status in ERRORS}
                 assert all(responses[str(s)]["content"] == responses["400"]["content"] for s in ERRORS)
                 assert "422" not in responses
+    for path in ("/v1/completions", "/v1/chat/completions", "/", "/generate", "/generate_stream"):
+        responses = document["paths"][path]["post"]["responses"]
+        assert set(responses) >= {"405", "408", "431", "504"}
+        assert all(responses[s]["content"] == responses["400"]["content"] for s in ("405", "408", "431", "504"))
+    assert "504" not in document["paths"]["/tokenize"]["post"]["responses"]
     assert "HTTPValidationError" not in json.dumps(document)
     assert document["paths"]["/health"]["get"]["responses"]["200"].get("content") is None
 
