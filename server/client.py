@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -96,6 +96,7 @@ class Stream:
         self._error: FrameworkError | None = None
         self._wake = asyncio.Event()
         self.limit: asyncio.TimerHandle | None = None
+        self.cause: FrameworkError | None = None  # why it was cut off
 
     async def __aenter__(self) -> Self:
         return self
@@ -156,6 +157,7 @@ class Stream:
     def cut(self, error: FrameworkError) -> None:
         """End the response here: with what there is of it and the finish reason "abort"; with this error if that is
         nothing. The engine is told, not asked: it may hang."""
+        self.cause = error
         if not self.record.first_token:
             self._client.abort(list(self._open.values()), "abort")
             self.fail(error)
@@ -260,13 +262,14 @@ class EngineClient:
         for stream in {sequence.stream for sequence in self._sequences.values()}:
             stream.fail(error)
         self._sequences.clear()
-        self.waiting.clear()
+        self.waiting.clear(error)
         self.grammars.fail(str(error))
 
     def cut(self, error: FrameworkError) -> None:
         """End every unfinished response: see `Stream.cut`."""
         for stream in {sequence.stream for sequence in self._sequences.values()}:
             stream.cut(error)
+        self.waiting.cut(error)
 
     async def close(self) -> None:
         """End the engine process, and whatever still waits for it. Idempotent; goes on if its caller is cancelled."""
@@ -307,8 +310,8 @@ class EngineClient:
 
     @property
     def load(self) -> int:
-        """Responses that are unfinished, waiting ones included."""
-        return len({sequence.stream for sequence in self._sequences.values()})
+        """Unfinished responses, also those that wait or are made ready."""
+        return len({sequence.stream for sequence in self._sequences.values()}) + self.waiting.preparing
 
     # Requests
 
@@ -319,17 +322,24 @@ class EngineClient:
             raise EngineDead(gone)
         self.waiting.check()
 
+    def prepare(self, record: ResponseRecord) -> AbstractAsyncContextManager[None]:
+        """For what comes before `generate`: it counts as the response, and ends as that does. See `Waiting.prepare`."""
+        return self.waiting.prepare(*self._limit(record))
+
+    def _limit(self, record: ResponseRecord) -> tuple[float, Rejected]:
+        """When the time of a response is over, and the error that it is then."""
+        limit = self._settings.request_timeout
+        late = Rejected(f"the request took longer than {limit} s (--request-timeout)", 504)
+        return math.inf if limit is None else record.start / 1e9 + limit, late
+
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
         """Send the requests of one response; their ids are made unique here. Sequences are numbered in their order,
         `Add.n` for each.
 
-        Raises `EngineDead`, `Rejected` if the queue is full or the time is over, and `InvalidRequest` for more than
-        `MAX_SENT` bytes.
+        Raises `EngineDead`, `Rejected` if the queue is full or the time over, `InvalidRequest` beyond `MAX_SENT` bytes.
         """
         self.check()
-        limit = self._settings.request_timeout
-        end = math.inf if limit is None else record.start / 1e9 + limit
-        late = too_late(limit)
+        end, late = self._limit(record)
         if time.monotonic() > end:
             raise late
         encoded, size = [], 0
@@ -345,9 +355,8 @@ class EngineClient:
                 )
         # Each prompt counts once: the sequences of one prompt share it.
         self.waiting.enter({id: 0 if i else len(add.prompt) for add in adds for i, id in enumerate(add.ids)})
-        ids = [id for add in adds for id in add.ids]
-        stream = Stream(self, record, ids, adds[0].tenant if adds else "")
-        if limit is not None:
+        stream = Stream(self, record, ids := [id for add in adds for id in add.ids], adds[0].tenant if adds else "")
+        if end < math.inf:
             stream.limit = self._loop.call_later(end - time.monotonic(), stream.cut, late)
         self._asked = True
         for index, id in enumerate(ids):
@@ -482,10 +491,6 @@ class EngineClient:
         count = self._faults[plugin] = self._faults.get(plugin, 0) + 1
         if count & (count - 1) == 0:  # powers of two: a hook that always fails must not flood the log
             log.error("plugin failed", plugin=plugin, hook=hook, error=repr(error), faults=count, exc_info=error)
-
-
-def too_late(limit: float | None) -> Rejected:
-    return Rejected(f"no token came within {limit} s (--request-timeout)", 504)
 
 
 def _signal(number: int) -> str:

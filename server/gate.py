@@ -11,17 +11,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .app import RequestIds, spelling
 from .errors import Problem
-from .protocol import PROBES
+from .limits import RETRY_AFTER
 
 
 class Gate:
-    """Stands before the application from the start: until there is one, probes are told so by a 503, and others wait.
-
-    Lives in one event loop.
-    """
+    """Stands before the application from the start: until there is one, everybody is told so by a 503."""
 
     def __init__(self) -> None:
-        self._decided = asyncio.Event()
         self._app: ASGIApp | None = None
         self._why = "the engine is starting"
 
@@ -30,21 +26,18 @@ class Gate:
         return self._app is not None
 
     def open(self, app: ASGIApp) -> None:
-        """From now on `app` answers, those who wait too."""
+        """From now on `app` answers."""
         self._app = app
-        self._decided.set()
 
     def close(self, why: str) -> None:
-        """There will be no application: everybody gets a 503 that says `why`. No matter if there is one already."""
+        """There will be no application: the 503 says `why`. No matter if there is one already."""
         self._why = why
-        self._decided.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in PROBES:
-            await self._decided.wait()
         if self._app is None:
             status, body = spelling(scope["path"])(Problem(503, self._why))
-            await RequestIds(Response(msgspec.json.encode(body), status, None, "application/json"))(
+            headers = {"Retry-After": str(RETRY_AFTER)}
+            await RequestIds(Response(msgspec.json.encode(body), status, headers, "application/json"))(
                 scope, receive, send
             )
         else:

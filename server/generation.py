@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from structlog.contextvars import bind_contextvars
 
-from framework import InvalidRequest, Logprobs, ResponseRecord, SamplingParams, Tokenizer, ToolParser
+from framework import FrameworkError, InvalidRequest, Logprobs, ResponseRecord, SamplingParams, Tokenizer, ToolParser
 from framework.detokenizer import Assembler, Delta
 from framework.inputs import Cut, InputProcessor
 from framework.messages import Add
@@ -139,6 +139,8 @@ class Generation:
         """All sequences: what is counted."""
         self.cut: Cut | None = None
         """What to keep of the prompts; set before they are tokenised."""
+        self.cause: FrameworkError | None = None
+        """Why the server has cut it off, if it has."""
         self._state = request.state
         self._prefix = prefix
         self._spell: Spelling = request.state.spell
@@ -207,15 +209,14 @@ class Generation:
         record.attributes = _attributes(ask)
         _check_extra(ask.extra)
         routing = self.serving.inputs.routing(ask.priority, self._tenant(ask), ask.cache_salt)
-        self.serving.client.check()  # what would be refused need not be tokenised
-        if ask.truncate is not None:
-            with _naming(ask):
-                self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens"))
-        words = sum(map(len, ask.fields.get("bad_words", ())))  # to be tokenised, too
-        inline = words <= INLINE_TEXT
-        async with self.serving.client.in_time(record):
+        async with self.serving.client.prepare(record):
+            if ask.truncate is not None:
+                with _naming(ask):
+                    self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens"))
             with _naming(ask):
                 ids = await tokenize()
+            words = sum(map(len, ask.fields.get("bad_words", ())))  # to be tokenised, too
+            inline = words <= INLINE_TEXT
             prompts = self._prompts(ask, ids) if inline else await asyncio.to_thread(self._prompts, ask, ids)
             await self._try_grammar(ask, prompts)
         every = [prompt for prompt in prompts for _ in range(prompt.n)]
@@ -236,6 +237,7 @@ class Generation:
         async with self.serving.client.generate(adds, record) as stream:
             self.choices = self.drawn = [Choice(i, tokenizer, prompt, ask.keep) for i, prompt in enumerate(every)]
             async for outputs in stream:
+                self.cause = stream.cause
                 begin = time.monotonic_ns()
                 for index, output in outputs:
                     if output.prompt_logprobs is not None:

@@ -92,7 +92,7 @@ MAX_MESSAGE = 2000
 # Seconds
 
 RETRY_AFTER = 1
-"""What is told who finds the queue full, which moves with every step, or the engine gone."""
+"""What is told who finds the queue full, which moves with every step, or the engine gone or not there yet."""
 RECEIVE = 120
 """From the first byte of a request to its last: the largest over a line of a megabit per second. A connection on
 which nothing comes at all may stay open for as long."""

@@ -79,7 +79,7 @@ def _listen(settings: Settings) -> AbstractContextManager[socket.socket]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen, before the model loads: a port that is taken costs no minute, and early clients wait: see `Gate`.
+    """Listen, before the model loads: a port that is taken costs no minute, and early clients are told: see `Gate`.
 
     Raises `ConfigError` naming --host or --port.
     """
@@ -151,7 +151,7 @@ class _Run:
                     self._open(*self._loading.result())
                     await self._serve(serving)
             finally:
-                self._gate.close(SHUTTING_DOWN)  # for those who still wait
+                self._gate.close(SHUTTING_DOWN)  # to those who still come
                 self._server.should_exit = True
                 await serving
                 self._hang_up()
@@ -176,6 +176,8 @@ class _Run:
         if number == signal.SIGTERM and not again:
             self._draining = loop.create_task(self._drain())
         else:
+            if self._client.load:
+                log.warning("ending at once", cut=self._client.load)
             self._client.fail(EngineDead(SHUTTING_DOWN))
             loop.call_later(INTERRUPT, self._hang_up)
             self._server.should_exit = True

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Sequence, Set
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +16,7 @@ from framework.process import spawn
 from framework.registry import Plugins
 from framework.settings import Settings
 
-from .client import EngineClient, Spawned, Stream, too_late
+from .client import EngineClient, Spawned, Stream
 from .grammars import Grammars
 from .limits import RETRY_AFTER
 from .waiting import Waiting
@@ -52,6 +51,7 @@ class Supervisor:
         pace: Pace = Pace(),
     ) -> None:
         self.draining: str | None = None
+        self._ended: FrameworkError | None = None  # what every request meets from now on
         self._settings = settings
         self._plugins = plugins
         self._spawn = spawn
@@ -166,6 +166,8 @@ class Supervisor:
 
     def check(self) -> None:
         """Raise what a new request would meet now, before any work is done for it: `EngineDead` or `Rejected`."""
+        if self._ended is not None:
+            raise self._ended
         if self.draining is not None:
             raise EngineDead(self.draining)
         if self.client.dead is not None:
@@ -173,27 +175,28 @@ class Supervisor:
             raise Rejected(f"{self.client.dead}; it is started again", 503, left)
         self.client.check()
 
-    @asynccontextmanager
-    async def in_time(self, record: ResponseRecord) -> AsyncIterator[None]:
-        """For what a response waits for before `generate`: raises `Rejected` when its time is over."""
-        limit = self._settings.request_timeout
-        try:
-            async with asyncio.timeout(limit and record.start / 1e9 + limit - time.monotonic()):
-                yield
-        except TimeoutError:
-            raise too_late(limit) from None
+    def prepare(self, record: ResponseRecord) -> AbstractAsyncContextManager[None]:
+        """As `EngineClient.prepare`. Raises what `check` does."""
+        self.check()
+        return self.client.prepare(record)
 
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
-        """As `EngineClient.generate`. What has passed `check` is taken while draining, too."""
+        """As `EngineClient.generate`. What has passed `check` is taken while draining, too, until `cut` or `fail`."""
+        if self._ended is not None:
+            raise self._ended
         return self.client.generate(adds, record)
 
     def cancel(self, names: Set[str], tenant: str | None = None) -> int:
         return self.client.cancel(names, tenant)
 
     def fail(self, error: FrameworkError) -> None:
+        """As `EngineClient.fail`, and whatever comes after it."""
+        self._ended = error
         self.client.fail(error)
 
     def cut(self, error: FrameworkError) -> None:
+        """As `EngineClient.cut`; whatever comes after it meets the error."""
+        self._ended = error
         self.client.cut(error)
 
     def notify(self, hook: str, **arguments: object) -> None:

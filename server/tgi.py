@@ -46,6 +46,7 @@ _SPELT = {
     499: (500, "incomplete_generation", "Incomplete generation: "),
     500: (424, "generation", "Request failed during generation: "),
     503: (503, "healthcheck", "unhealthy: "),
+    504: (504, "incomplete_generation", "Incomplete generation: "),
 }
 """By the status that a problem has elsewhere: status, `error_type`, and how the message begins."""
 
@@ -135,7 +136,8 @@ class _Answer:
     def events(self, choice: Choice, delta: Delta) -> Iterator[StreamResponse]:
         texts = _texts(delta.text, delta.offsets, self._length)
         self._length += len(delta.text)
-        end = None if delta.finish_reason is None else self._finish_reason(choice)
+        ended = delta.finish_reason not in (None, "abort")  # what is cut off keeps its tokens: see `closing`
+        end = self._finish_reason(choice) if ended else None
         for number, (entry, text) in enumerate(zip(delta.logprobs, texts, strict=True), 1):
             token = self._token(entry.token, text, entry.logprob)
             self._text += [] if token["special"] else [text]
@@ -155,6 +157,8 @@ class _Answer:
             yield event
 
     def closing(self) -> Iterable[StreamResponse]:
+        for choice in self.generation.choices:
+            self._finish_reason(choice)
         return ()
 
     def headers(self) -> Mapping[str, str]:
@@ -221,7 +225,7 @@ class _Answer:
         if choice.finish_reason == "length":
             return "length"
         if choice.finish_reason != "stop":
-            raise Rejected("the request was aborted", 499)
+            raise self.generation.cause or Rejected("the request was aborted", 499)
         # A stop sequence that is found in the text of the end token did not end it.
         ended = choice.stop_reason is None or choice.tokens[-1] in self.serving.tokenizer.eos_token_ids
         return "eos_token" if ended else "stop_sequence"

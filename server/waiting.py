@@ -1,10 +1,15 @@
-"""The queue: what the engine has been sent and has given no token of yet."""
+"""The queue: what is made ready for the engine, and what it has been sent and has given no token of yet."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
-from framework import Rejected
+from framework import FrameworkError, Rejected
 
 from .limits import RETRY_AFTER
 
@@ -22,6 +27,8 @@ class Waiting:
         self._tokens: dict[str, int] = {}
         self.max_requests = max_requests
         self._max_tokens = max_tokens
+        self._prepared: dict[asyncio.Timeout, FrameworkError] = {}  # and what its end means
+        self._serial = itertools.count()
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -48,7 +55,42 @@ class Waiting:
         """Give a place back: it has its first token, or it has ended."""
         self.tokens -= self._tokens.pop(id, 0)
 
-    def clear(self) -> None:
+    @property
+    def preparing(self) -> int:
+        """Requests that are made ready."""
+        return len(self._prepared)
+
+    @asynccontextmanager
+    async def prepare(self, end: float, late: FrameworkError) -> AsyncIterator[None]:
+        """For what comes before a request can be sent: it has one place meanwhile. What takes longer than until `end`,
+        as `time.monotonic` has it, is cancelled and becomes `late`; after `cut` it is that error.
+
+        Raises `Rejected` if there is no place.
+        """
+        place = f"prepared {next(self._serial)}"  # no id of a request's
+        self.enter({place: 0})
+        limit = asyncio.timeout(None if end == math.inf else end - time.monotonic())
+        self._prepared[limit] = late
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._prepared[limit] from None
+        finally:
+            del self._prepared[limit]
+            self.leave(place)
+
+    def cut(self, error: FrameworkError) -> None:
+        """End with this error what is made ready."""
+        for limit in self._prepared:
+            self._prepared[limit] = error
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+    def clear(self, error: FrameworkError) -> None:
         """Nothing waits any more."""
+        self.cut(error)
         self._tokens.clear()
         self.tokens = 0

@@ -1,4 +1,4 @@
-"""Before there is an application: what probes are told, and who waits."""
+"""Before there is an application: what everybody is told."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import httpx
 from framework.server.gate import Gate
 from framework.server.protocol import PROBES
+from framework.server.tgi import PATHS
 from starlette.responses import PlainTextResponse
 
 
@@ -15,23 +16,30 @@ def client(gate: Gate) -> httpx.AsyncClient:
 
 
 def message(response: httpx.Response) -> str:
-    assert response.status_code == 503 and response.headers["x-request-id"]
-    error = response.json()["error"]
-    assert (error["type"], error["code"]) == ("ServiceUnavailableError", 503)
-    return str(error["message"])
+    assert response.status_code == 503 and response.headers["x-request-id"] and response.headers["retry-after"] == "1"
+    body = response.json()
+    if response.request.url.path in PATHS:
+        assert body["error_type"] == "healthcheck"
+        return str(body["error"]).removeprefix("unhealthy: ")
+    assert (body["error"]["type"], body["error"]["code"]) == ("ServiceUnavailableError", 503)
+    return str(body["error"]["message"])
 
 
-def test_probes_are_answered_and_others_wait() -> None:
+async def said(http: httpx.AsyncClient) -> set[str]:
+    """To probes, to who asks for what there is, and to who wants something generated in either dialect."""
+    found = [await http.get(path) for path in (*PROBES, "/v1/models", "/info")]
+    for path in ("/v1/completions", "/v1/chat/completions", "/", "/generate", "/generate_stream"):
+        found.append(await http.post(path, content=b"no JSON"))
+    return set(map(message, found))
+
+
+def test_everybody_is_told_at_once() -> None:
     async def run() -> None:
         gate = Gate()
         async with client(gate) as http:
-            waiting = [asyncio.create_task(http.get("/v1/models")) for _ in range(3)]
-            for path in PROBES:
-                assert message(await http.get(path)) == "the engine is starting"
-            assert not any(task.done() for task in waiting) and not gate.opened
+            assert await said(http) == {"the engine is starting"} and not gate.opened
             gate.open(PlainTextResponse("ready"))
             assert gate.opened
-            assert [(await task).text for task in waiting] == ["ready"] * 3
             gate.close("too late")
             for path in (*PROBES, "/v1/models"):
                 assert (await http.get(path)).text == "ready"
@@ -43,12 +51,7 @@ def test_there_will_be_no_application() -> None:
     async def run() -> None:
         gate = Gate()
         async with client(gate) as http:
-            waiting = asyncio.create_task(http.get("/v1/models"))
-            assert message(await http.get("/ready")) == "the engine is starting"
-            assert not waiting.done()
             gate.close("it is over")
-            assert message(await waiting) == "it is over"
-            for path in (*PROBES, "/v1/models"):
-                assert message(await http.get(path)) == "it is over"
+            assert await said(http) == {"it is over"} and not gate.opened
 
     asyncio.run(asyncio.wait_for(run(), 30))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from echo_engine import EchoProcess
-from serving import Running, check_error, completion, events, eventually, running
+from serving import Running, check_error, check_tgi_error, completion, events, eventually, running
 
 from framework.settings import Settings
 
@@ -63,7 +63,26 @@ def test_a_response_ends_with_what_there_is(server: Running, stream: bool) -> No
 def test_a_response_of_which_there_is_nothing_is_an_error(server: Running, stream: bool) -> None:
     """A stream has not begun, then: it is an HTTP error, too."""
     response = server.post("/v1/completions", prompt="a", stream=stream, extra={"hold": True})
-    assert check_error(response, 504, None) == f"no token came within {LIMIT} s (--request-timeout)"
+    assert check_error(response, 504, None) == f"the request took longer than {LIMIT} s (--request-timeout)"
+    free(server)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/"])
+def test_tgi_s_answers_name_the_cause(server: Running, path: str) -> None:
+    """That dialect has no word for what is cut off."""
+    response = server.post(path, inputs="a " * 100, extra=SLOW)
+    check_tgi_error(response, 504, "incomplete_generation", f"took longer than {LIMIT} s (--request-timeout)")
+    free(server)
+
+
+def test_tgi_s_streams_have_their_tokens_and_the_cause(server: Running) -> None:
+    response = server.post("/generate_stream", inputs="a " * 100, request_id="tgi", extra=SLOW)
+    assert response.status_code == 200
+    *pieces, last = (json.loads(line.removeprefix("data: ")) for line in response.text.strip().split("\n\n"))
+    assert last["error_type"] == "incomplete_generation" and "--request-timeout" in last["error"]
+    assert len(pieces) == server.record("gen-tgi").output_tokens > 0
+    assert all(piece["generated_text"] is None for piece in pieces)
+    assert (server.record("gen-tgi").status, server.record("gen-tgi").finish_reasons) == (504, ["abort"])
     free(server)
 
 
@@ -74,7 +93,7 @@ def test_what_comes_before_the_engine_counts(server: Running, stream: bool) -> N
     begin = time.monotonic()
     response = server.post("/v1/completions", prompt="a", stream=stream, structured_outputs=bomb)
     assert LIMIT <= time.monotonic() - begin < 1.9
-    assert check_error(response, 504, None) == f"no token came within {LIMIT} s (--request-timeout)"
+    assert check_error(response, 504, None) == f"the request took longer than {LIMIT} s (--request-timeout)"
     assert server.record(f"cmpl-{response.headers['x-request-id']}").status == 504
 
 

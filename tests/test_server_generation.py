@@ -416,7 +416,7 @@ async def test_a_signal_the_moment_loading_ends(tiny_llama: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_who_waits_while_loading_is_told_of_its_end(
+async def test_who_comes_while_it_loads_is_told_so(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     plugins, settings = load_plugins(), Settings(model=str(tiny_llama))
@@ -431,16 +431,14 @@ async def test_who_waits_while_loading_is_told_of_its_end(
         monkeypatch.setattr(run, "_load", load)
         whole = asyncio.create_task(run.main())
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=10) as http:
-            assert (await http.get("/ready")).json()["error"]["message"] == "the engine is starting"
-            waiting = asyncio.create_task(http.get("/v1/models"))
-            while not run._server.server_state.tasks:
-                await asyncio.sleep(0.01)
-            if fails:
-                failed.set()
-            else:
-                run._on_signal(signal.SIGTERM)
-            response = await waiting
-            assert (response.status_code, response.json()["error"]["message"]) == (503, "the server is shutting down")
+            for asked in (http.get("/ready"), http.post("/v1/completions", json={"prompt": "a"})):
+                response = await asked
+                assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+                assert response.json()["error"]["message"] == "the engine is starting"
+        if fails:
+            failed.set()
+        else:
+            run._on_signal(signal.SIGTERM)
         if fails:
             with pytest.raises(ConfigError, match="no such model"):
                 await whole

@@ -16,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import Running, check_error, eventually, running
 
-from framework import Rejected
+from framework import EngineDead, Rejected
 from framework.settings import Settings
 
 REQUESTS, TOKENS = 4, 40
 HOLD = {"extra": {"hold": True}}
+BOMB = "|".join(f"[a-z]{{{i}}}" for i in range(1, 3000))
+"""Takes for ever to compile."""
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_the_count_is_that_of_what_waits(actions: list[dict[str, int] | str | No
     queue, model = Waiting(5, 12), dict[str, int]()
     for round, action in enumerate(actions):
         if action is None:
-            queue.clear()
+            queue.clear(EngineDead("gone"))
             model.clear()
         elif isinstance(action, str):  # also ids that have left, or never came
             for id in [id for id in model if id.startswith(action)] or [action]:
@@ -104,6 +106,27 @@ async def test_no_two_take_the_last_place(server: Running) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.to_thread(eventually, lambda: waiting(server) == (0, 0))
+
+
+async def test_who_waits_for_a_grammar_has_a_place(server: Running) -> None:
+    """Also if all wait for the same one, and nothing has been sent to the engine yet."""
+    body = {"prompt": [5], "structured_outputs": {"regex": BOMB}}
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        tasks = {asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(REQUESTS + 2)}
+        while len(tasks) > REQUESTS:
+            done, tasks = await asyncio.wait(tasks, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                check_full(task.result(), f"--max-queued-requests {REQUESTS}")
+        assert waiting(server) == (REQUESTS, 0) and server.supervisor.load == REQUESTS
+        assert (await client.get("/load")).json() == {"server_load": REQUESTS}
+        check_full(await client.post("/v1/completions", json={"prompt": [5]}), f"{REQUESTS} requests wait")
+        tasks.pop().cancel()
+        await asyncio.to_thread(eventually, lambda: waiting(server) == (REQUESTS - 1, 0))
+        assert (await client.post("/v1/completions", json={"prompt": [5]})).status_code == 200
+        server.process.kill()
+        for task in tasks:
+            assert "SIGKILL" in check_error(await task, 503, None)
+        await asyncio.to_thread(eventually, lambda: waiting(server) == (0, 0) and server.supervisor.load == 0)
 
 
 async def test_tokens_are_limited_too(server: Running) -> None:

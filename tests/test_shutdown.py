@@ -20,11 +20,12 @@ from echo_engine import EchoProcess
 from framework.server import main
 from framework.server.limits import INLINE_TEXT
 from framework.server.supervisor import Pace, Supervisor
-from serving import Recorder
+from serving import Recorder, check_tgi_error
 from test_server_generation import Silent
 from test_supervisor import SOON, Engines, fails, until
 
-from framework import EngineDead
+from framework import EngineDead, ResponseRecord
+from framework.inputs import InputProcessor
 from framework.registry import load_plugins
 from framework.settings import Settings
 
@@ -32,6 +33,8 @@ PROMPT = [5] * 100
 SLOW = {"pace": 0.02}
 """With `PROMPT`: two seconds."""
 HOLD = {"hold": True}
+BOMB = "|".join(f"[a-z]{{{i}}}" for i in range(1, 3000))
+"""Takes for ever to compile."""
 
 
 class Ending:
@@ -100,6 +103,7 @@ async def test_sigterm_lets_responses_finish_and_refuses_others(tiny_llama: Path
         assert (await server.http.get("/ready")).status_code == 200  # this connection stays open
         streamed, whole = server.ask(stream=True, extra=SLOW), server.ask(extra=SLOW)
         await server.begun()
+        await until(lambda: server.supervisor.load == 2)
         server.signal(signal.SIGTERM)
         async with httpx.AsyncClient(base_url=server.http.base_url) as other:
             for http in (server.http, other):
@@ -161,6 +165,23 @@ async def test_responses_end_with_what_there_is_when_the_time_is_over(
         ]
 
 
+async def test_tgi_s_responses_end_with_the_cause(tiny_llama: Path) -> None:
+    """That dialect has no word for what is cut off; a stream has its tokens."""
+    async with serving(tiny_llama, drain_seconds=0) as server:
+        body = {"inputs": "a " * 100, "extra": SLOW}
+        streamed, whole = (
+            asyncio.create_task(server.http.post(path, json=body)) for path in ("/generate_stream", "/generate")
+        )
+        await server.begun(9)
+        server.signal(signal.SIGTERM)
+        check_tgi_error(await whole, 503, "healthcheck", "unhealthy: the server is shutting down")
+        assert (await whole).headers["retry-after"] == "1"
+        lines = (await streamed).text.strip().split("\n\n")
+        *pieces, last = (json.loads(line.removeprefix("data: ")) for line in lines)
+        assert last == (await whole).json() and pieces and all("token" in piece for piece in pieces)
+        assert await server.code(4) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_second_signal_ends_it_at_once(tiny_llama: Path, number: int) -> None:
     async with serving(tiny_llama) as server:
@@ -172,6 +193,52 @@ async def test_a_second_signal_ends_it_at_once(tiny_llama: Path, number: int) ->
         assert await server.code(3) == 0
         refused(await whole)
         assert "shutting down" in chunks(await streamed)[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("what", ["grammar", "tokens"])
+async def test_what_is_made_ready_is_told_of_the_end(
+    tiny_llama: Path, what: str, again: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts as a response, at the end of the time to drain and at a second signal; nothing goes on behind it."""
+    real = InputProcessor.encode
+
+    def encode(self: InputProcessor, text: str, *more: Any) -> list[int]:
+        time.sleep(2)
+        return real(self, text[:9], *more)
+
+    body: dict[str, Any] = {"structured_outputs": {"regex": BOMB}}
+    if what == "tokens":
+        monkeypatch.setattr(InputProcessor, "encode", encode)
+        body = {"prompt": "a" * (INLINE_TEXT + 1)}
+    async with serving(tiny_llama, drain_seconds=30 if again else 0.5) as server:
+        asked = [server.ask(stream=stream, **body) for stream in (False, True)]
+        await until(lambda: server.supervisor.load == 2)
+        assert (await server.http.get("/load")).json() == {"server_load": 2}
+        server.signal(signal.SIGTERM)
+        if again:
+            await asyncio.sleep(0.1)
+            server.signal(signal.SIGTERM)
+        for task in asked:
+            answer = await task
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+            assert "the server is shutting down" in answer.text
+        assert await server.code(5) == 0
+        assert [record.status for record in server.recorder.records] == [503] * 2
+        assert server.supervisor.load == 0 == len(server.supervisor.waiting)
+    assert "cut=2" in caplog.text
+
+
+async def test_what_comes_after_the_end_meets_it(tiny_llama: Path) -> None:
+    """Whatever has passed the first look by then."""
+    async with serving(tiny_llama) as server:
+        server.supervisor.cut(EngineDead("it is over"))
+        with pytest.raises(EngineDead, match="it is over"):
+            server.supervisor.check()
+        with pytest.raises(EngineDead, match="it is over"):
+            server.supervisor.generate(
+                [], ResponseRecord(id="a", operation="chat", model="a", trace_id="0", span_id="0")
+            )
 
 
 @pytest.mark.parametrize(
@@ -226,8 +293,9 @@ async def test_what_waits_for_a_thread_holds_nothing_up(
             server.signal(number)
         assert await server.code(6) == (130 if signals == [signal.SIGINT] else 0)
         await asyncio.wait(waiting)
-        assert all(isinstance(one.exception(), httpx.RemoteProtocolError) for one in waiting)
-        assert [record.status for record in server.recorder.records] == [499]
+        refused(waiting[0].result())
+        assert isinstance(waiting[1].exception(), httpx.RemoteProtocolError)  # its text is all that it has
+        assert [record.status for record in server.recorder.records] == [503]
         assert "Traceback" not in caplog.text
 
 
