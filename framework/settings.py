@@ -47,14 +47,14 @@ for _power, _letter in enumerate("kmgt", 1):
 
 
 def parse_memory(text: str) -> int | float:
-    """Bytes (int), or a fraction in (0, 1] (float)."""
+    """Bytes (int), or a fraction in (0, 1] (float). Fewer than 1000 bytes without a unit are GiB to other engines."""
     number = text.strip().rstrip(string.ascii_letters + " ")
     unit = text.strip()[len(number) :].strip().lower()
     try:
         value = float(number)
         if not unit and 0 < value <= 1:
             return value
-        if unit in _UNITS and value > 0 and (unit or value.is_integer()):
+        if unit in _UNITS and value > 0 and (unit or (value.is_integer() and value >= 1000)):
             return int(value * _UNITS[unit])
     except (ValueError, OverflowError):
         pass

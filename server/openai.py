@@ -24,6 +24,7 @@ from .scores import Echo, Scores
 from .sse import Reply
 
 ABSENT = (
+    "/responses",
     "/embeddings",
     "/rerank",
     "/score",
@@ -35,7 +36,7 @@ ABSENT = (
     "/audio/transcriptions",
     "/audio/translations",
 )
-"""Routes of OpenAI's API and of other servers for what models of other kinds do: 404, which clients do not repeat."""
+"""Routes of OpenAI's API and of other servers, most of them for other kinds of models: 404, which clients do not repeat."""
 
 
 def spell(problem: Problem) -> tuple[int, dict[str, Any]]:

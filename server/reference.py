@@ -39,9 +39,12 @@ def _page(api: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Those that have to be there first; without those that are known only to be refused, whose values are listed."""
     required = schema.get("required", ())
     yield "<table>\n"
-    for name, field in schema.get("properties", {}).items():
+    for name, field in sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required):
+        if None in field.get("enum", ()):
+            continue
         need = "required" if name in required else ""
         yield f"<tr><td><code>{escape(name)}</code><td>{escape(_kind(field))}<td>{need}\n"
     yield "</table>\n"

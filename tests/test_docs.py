@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from framework.server.schemas import ChatRequest, CompletionRequest
 from framework.server.tgi_schemas import GenerateParameters, GenerateRequest
 
 from framework.hookspecs import HOOKS, Hooks
+from framework.tokenizer import compile_template
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,3 +80,22 @@ def test_every_framework_command_in_the_documentation_parses() -> None:
         for line in re.findall(r"framework (?:serve|generate)\b[^\n`]*", page.read_text("utf-8")):
             for flag in re.findall(r"(?<=\s)--[a-z-]+", line):
                 assert flag in known, f"{page.name}: {line}"
+
+
+def test_the_template_for_tools_renders() -> None:
+    (block,) = code_blocks(ROOT / "docs" / "http-api.md", "jinja")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    text = compile_template(block).render(messages=messages, tools=tools, add_generation_prompt=True)
+    assert text.startswith("<|im_start|>system\n") and json.dumps(tools[0]) + "\n<|im_end|>\n<|im_start|>user\n" in text
+    called = json.dumps(call["function"])
+    assert text.endswith(
+        f"<|im_start|>assistant\n\n<tool_call>{called}</tool_call><|im_end|>\n"
+        "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert compile_template(block).render(messages=messages[:1]) == "<|im_start|>user\n1 + 1?<|im_end|>\n"

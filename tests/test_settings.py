@@ -222,7 +222,7 @@ def test_memory_sizes(text: str, value: float) -> None:
     assert parsed == value and type(parsed) is type(value)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1GiB", "1.5", "2 bananas", "nan", "inf", "infGiB", "1e400"])
+@pytest.mark.parametrize("text", ["", "0", "4", "512", "-1GiB", "1.5", "2 bananas", "nan", "inf", "infGiB", "1e400"])
 def test_bad_memory_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_memory(text)
