@@ -36,7 +36,7 @@ ABSENT = (
     "/audio/transcriptions",
     "/audio/translations",
 )
-"""Routes of OpenAI's API and of other servers, most of them for other kinds of models: 404, which clients do not repeat."""
+"""Routes of OpenAI's API and of other servers, most for other kinds of models: 404, which nobody repeats."""
 
 
 def spell(problem: Problem) -> tuple[int, dict[str, Any]]:

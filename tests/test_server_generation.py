@@ -56,7 +56,7 @@ async def served(model: Path, *more: tuple[str, object]) -> AsyncIterator[Served
     settings, recorder = Settings(model=str(model), served_model_name="echo"), Recorder()
     plugins = load_plugins([*more, ("recorder", recorder)])
     plugins.activate(settings, engine=False)
-    client = EngineClient(settings, plugins, EchoProcess)
+    client = Supervisor(settings, plugins, EchoProcess)
     try:
         info = await client.start()
         checkpoint = open_checkpoint(settings, plugins)
@@ -218,7 +218,7 @@ async def test_a_client_that_leaves_is_aborted_before_its_response_ends(
 ) -> None:
     """Not when the garbage collector finds the time."""
     async with served(tiny_llama) as found:
-        client, aborted = found.serving.client, []
+        client, aborted = found.serving.client.client, []
         abort = client.abort
         monkeypatch.setattr(client, "abort", lambda ids, reason: (aborted.extend(ids), abort(ids, reason)))
         body = json.dumps({"prompt": [5] * 200, "stream": stream, "extra": {"pace": 0.01}}).encode()
