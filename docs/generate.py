@@ -25,7 +25,8 @@ _FIELDS = """\
 
 What becomes of each field: *taken*, in the ranges and with the defaults of [the HTTP API](http-api.md#fields) and
 [the TGI dialect](tgi-api.md#fields); *refused*, with an error that names it, for any value but null and
-those that are listed; *ignored*, as is every field that is not in this table. TGI's column has the name that a field has there.
+those that are listed; *ignored*, as is every field that is not in this table. TGI's column has the name that a field
+has there.
 
 | field | `/v1/completions` | `/v1/chat/completions` | `/generate`, `/generate_stream`, `/` |
 |---|---|---|---|
