@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import tiny_checkpoint
 from echo_engine import info
+from framework.plugins.samplers import default, limits
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -20,6 +22,7 @@ from framework.inputs import InputProcessor
 from framework.messages import Add, EngineInfo
 from framework.registry import load_plugins
 from framework.settings import Settings
+from framework.testing.sampling import Sampling, random_logits
 
 TOKENS = 24
 COMMON: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 2}
@@ -128,14 +131,14 @@ def test_company_changes_nothing(case: str, make: Make, alone: dict[str, list[in
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_who_may_generate_nothing_fails_alone(overlap: str, make: Make, alone: dict[str, list[int]]) -> None:
     """At once, or when the output has come to where all that is allowed is banned."""
-    limits = {
+    kinds = {
         "at once": SamplingParams(allowed_token_ids=(41, 42), bad_token_ids=((41,), (42,))),
         "later": SamplingParams(allowed_token_ids=(41,), bad_token_ids=((41, 41, 41),)),
         "free": SamplingParams(**COMMON, **KINDS["free"]),
     }
     tokens, errors = dict[str, list[int]](), dict[str, str | None]()
     with make(overlap=overlap) as llm:
-        for id, params in limits.items():
+        for id, params in kinds.items():
             assert not llm.engine.add(Add(id, prompt(0), params, 0))
         while llm.engine.has_work:
             for output in llm.engine.step():
@@ -146,11 +149,36 @@ def test_who_may_generate_nothing_fails_alone(overlap: str, make: Make, alone: d
         assert errors.pop("free") is None
         assert all(error and error.startswith("no token is left to choose from") for error in errors.values())
         with pytest.raises(Rejected, match="no token is left to choose from: allowed_token_ids, bad_words"):
-            llm.generate([prompt(0)], limits["later"])
+            llm.generate([prompt(0)], kinds["later"])
         while llm.engine.has_work:
             llm.engine.step()
         usage = llm.engine.kv.usage()
         assert (usage.holding, usage.reserved) == (0, 0)
+
+
+def test_limits_are_worked_out_once_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the batch changes; again for an id that came back."""
+    built = list[SamplingParams]()
+
+    class Counted(limits.Limit):
+        def __init__(self, params: SamplingParams, device: torch.device, vocab: int) -> None:
+            built.append(params)
+            super().__init__(params, device, vocab)
+
+    monkeypatch.setattr(default, "Limit", Counted)
+    sampling = Sampling(default.DefaultSampler())
+    first, second = (SamplingParams(temperature=0, allowed_token_ids=(token,)) for token in (7, 8))
+    sampling.add("a", first)
+    sampling.add("free", SamplingParams(temperature=0))
+    sampling.add("b", second)
+    logits = random_logits(3)
+    for ids in (("a", "free", "b"), ("b", "a"), ("free", "a"), ("a", "free", "b")):
+        found = dict(zip(ids, sampling.sample(logits[: len(ids)], *ids), strict=True))
+        assert found["a"] == 7 and found.get("b", 8) == 8
+    assert built == [first, second]
+    sampling.remove("a")
+    sampling.add("a", second)
+    assert sampling.sample(logits[:2], "a", "b") == [8, 8] and built == [first, second, second]
 
 
 def test_eos_is_a_token_like_others(make: Make) -> None:

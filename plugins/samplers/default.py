@@ -9,7 +9,7 @@ Every number of a row is computed from that row alone: company changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from framework import ReferenceBackend, SampleBatch, Sampled, SamplingParams, hookimpl, send
 
-from .limits import Limits
+from .limits import Limit, Limits
 
 Array = np.ndarray[Any, Any]
 Largest = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -29,19 +29,24 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 class DefaultSampler:
-    """Two caches: the batch's parameters as tensors while the batch stays the same, token counts by request."""
+    """The batch's parameters as tensors are kept while the batch stays the same; token counts and limits by request."""
 
     def __init__(self) -> None:
         self._setup: _Setup | None = None
         self._histories: dict[str, _History] = {}
+        self._limits: dict[str, Limit] = {}
 
     @hookimpl
     def sample(self, logits: torch.Tensor, batch: SampleBatch) -> Sampled:
         for id in (*batch.removed, *batch.added):
             self._histories.pop(id, None)
+            self._limits.pop(id, None)
         setup = self._setup
         if setup is None or batch.added or setup.ids != batch.ids or setup.owner != batch.owner:
-            setup = self._setup = _Setup(batch, logits.device, logits.shape[-1])
+            for id, params in zip(batch.ids, batch.params, strict=True):
+                if Limit.of(params) and id not in self._limits:
+                    self._limits[id] = Limit(params, logits.device, logits.shape[-1])
+            setup = self._setup = _Setup(batch, logits.device, logits.shape[-1], self._limits)
         if setup.penalties is not None:
             self._penalise(logits, batch, setup.penalties)
         if setup.bias is not None:
@@ -108,7 +113,7 @@ class _Setup:
     top_p: float64 [nuclear, 1], whole: bool [nuclear, 1], whether there is no other filter.
     """
 
-    def __init__(self, batch: SampleBatch, device: torch.device, vocab: int) -> None:
+    def __init__(self, batch: SampleBatch, device: torch.device, vocab: int, limits: Mapping[str, Limit]) -> None:
         self.ids, self.owner = batch.ids, batch.owner
         params = [batch.params[o] for o in batch.owner]
 
@@ -160,7 +165,7 @@ class _Setup:
             for row, p in enumerate(params)
             if p.min_tokens and p.ends
         ]
-        self.limits = Limits.of(params, device)
+        self.limits = Limits(batch, limits, device) if any(id in limits for id in batch.ids) else None
         self.changes = bool(rows or entries or self.minimum or self.limits)  # logits, before anything is chosen
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,36 +14,60 @@ Array = np.ndarray[Any, Any]
 NOTHING = float("-inf")
 
 
-class Limits:
-    """Of a batch with these parameters by row, while it stays the same."""
+class Limit:
+    """Of one request, for as long as it stays. masked: bool [vocab], all that is not allowed, None where all is.
+    never: int64 [n], tokens that are banned wherever they come."""
 
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
-        allowed = {row: p.allowed_token_ids for row, p in enumerate(params) if p.allowed_token_ids}
-        bad = {row: p.bad_token_ids for row, p in enumerate(params) if p.bad_token_ids}
-        never = {row: [one[0] for one in some if len(one) == 1] for row, some in bad.items()}
-        rows = sorted(allowed.keys() | bad.keys())
-        arrays = [np.array(rows, np.int64), np.array([*allowed], np.int64), *_entries(allowed), *_entries(never)]
-        self._rows, self._few, *entries = send(arrays, device)
-        self._allowed, self._never = tuple(entries[:2]), tuple(entries[2:])
-        self._bad = {row: _Longer([one for one in some if len(one) > 1]) for row, some in bad.items()}
+    def __init__(self, params: SamplingParams, device: torch.device, vocab: int) -> None:
+        self.masked: torch.Tensor | None = None
+        if params.allowed_token_ids:
+            masked = np.ones(vocab, np.bool_)
+            masked[np.array(params.allowed_token_ids)] = False
+            [self.masked] = send([masked], device)
+        self.never: Array = np.array([one[0] for one in params.bad_token_ids if len(one) == 1], np.int64)
+        # The tokens that may not follow, by the whole sequence before them, and by its length.
+        self._longer: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for *before, token in params.bad_token_ids:
+            if before:
+                self._longer.setdefault(len(before), {}).setdefault(tuple(before), []).append(token)
+        self._longest = max(self._longer, default=0)
 
     @staticmethod
-    def of(params: Sequence[SamplingParams], device: torch.device) -> Limits | None:
-        """None if everybody may generate everything."""
-        limited = any(p.allowed_token_ids or p.bad_token_ids for p in params)
-        return Limits(params, device) if limited else None
+    def of(params: SamplingParams) -> bool:
+        """Whether there is one: others may generate everything."""
+        return bool(params.allowed_token_ids or params.bad_token_ids)
+
+    def after(self, batch: SampleBatch, at: int) -> list[int]:
+        """What may not follow the output of the request at this index."""
+        if not self._longer:
+            return []
+        length = batch.output_len[at]
+        last = tuple(batch.output_tokens(batch.ids[at])[max(0, length - self._longest) : length].tolist())
+        return [
+            token
+            for count, by in self._longer.items()
+            if count <= len(last)
+            for token in by.get(last[len(last) - count :], ())
+        ]
+
+
+class Limits:
+    """Of a batch while it stays the same: `of` has the limits of its requests by id."""
+
+    def __init__(self, batch: SampleBatch, of: Mapping[str, Limit], device: torch.device) -> None:
+        self._by_row = {row: of[batch.ids[at]] for row, at in enumerate(batch.owner) if batch.ids[at] in of}
+        masks = {row: limit.masked for row, limit in self._by_row.items() if limit.masked is not None}
+        never = _entries({row: limit.never for row, limit in self._by_row.items()})
+        arrays = [np.array([*self._by_row], np.int64), np.array([*masks], np.int64), *never]
+        self._rows, self._few, *entries = send(arrays, device)
+        self._never, self._masked = tuple(entries), torch.stack([*masks.values()]) if masks else None
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         """Change logits [rows, vocab]. bool [rows]: where nothing is left, but for a token to go on with."""
-        kept = logits[self._allowed]
-        logits.index_fill_(0, self._few, NOTHING)
-        logits[self._allowed] = kept
+        if self._masked is not None:
+            logits[self._few] = logits[self._few].masked_fill_(self._masked, NOTHING)
         logits[self._never] = NOTHING
-        after: dict[int, list[int]] = {}
-        for row, longer in self._bad.items():
-            at = batch.owner[row]
-            if longer:
-                after[row] = longer.after(batch.output_tokens(batch.ids[at])[: batch.output_len[at]])
+        after = {row: limit.after(batch, batch.owner[row]) for row, limit in self._by_row.items()}
         if any(after.values()):
             logits[tuple(send(_entries(after), logits.device))] = NOTHING
         empty = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
@@ -52,25 +76,7 @@ class Limits:
         return empty
 
 
-class _Longer:
-    """Sequences of several tokens, by the last one before the token that may not follow."""
-
-    def __init__(self, sequences: Sequence[tuple[int, ...]]) -> None:
-        self._by_last: dict[int, list[tuple[list[int], int]]] = {}
-        for *before, token in sequences:
-            self._by_last.setdefault(before[-1], []).append((before, token))
-
-    def __bool__(self) -> bool:
-        return bool(self._by_last)
-
-    def after(self, output: Array) -> list[int]:
-        """What may not follow these tokens."""
-        some = self._by_last.get(int(output[-1]), ()) if len(output) else ()
-        return [token for before, token in some if output[-len(before) :].tolist() == before]
-
-
-def _entries(of: dict[int, Any]) -> list[Array]:
+def _entries(of: Mapping[int, Sequence[int] | Array]) -> list[Array]:
     """int64 [n] each: rows, and the tokens of each."""
     lens = [len(some) for some in of.values()]
-    tokens = [np.array(some, np.int64) for some in of.values()]
-    return [np.repeat(np.array([*of], np.int64), lens), np.concatenate([np.empty(0, np.int64), *tokens])]
+    return [np.repeat(np.array([*of], np.int64), lens), np.concatenate([np.array(x, np.int64) for x in of.values()])]
