@@ -21,20 +21,37 @@ def server(tiny_llama: Path) -> Iterator[Running]:
         yield found
 
 
+@pytest.fixture(scope="module", params=["tiny_llama", "tiny_llama_spm"])
+def spelled(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """Of each kind of tokenizer."""
+    settings = Settings(model=str(request.getfixturevalue(request.param)), served_model_name="echo")
+    with running(settings, spawn=EchoProcess) as found:
+        yield found
+
+
+def lead(server: Running) -> str:
+    """What a text begins with, where it goes on from another: sentencepiece's tokens begin with a blank."""
+    return " " if any(server.tokenizer.token_bytes(id).startswith(b" ") for id in server.ids("a")) else ""
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_stop_strings_across_tokens(server: Running, chunk: int) -> None:
-    prompt = server.ids("one two three END four")
-    choice = completion(server, prompt, stop=["ee END", "never"], extra={"chunk": chunk})[0]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one two thr", "stop", "ee END")
-    kept = completion(server, prompt, stop="two", include_stop_str_in_output=True, extra={"chunk": chunk})[0]
-    assert (kept["text"], kept["stop_reason"]) == ("one two", "two")
+def test_stop_strings_across_tokens(spelled: Running, chunk: int) -> None:
+    prompt = spelled.ids("one two three END four")
+    choice = completion(spelled, prompt, stop=["ee END", "never"], extra={"chunk": chunk})[0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+        lead(spelled) + "one two thr",
+        "stop",
+        "ee END",
+    )
+    kept = completion(spelled, prompt, stop="two", include_stop_str_in_output=True, extra={"chunk": chunk})[0]
+    assert (kept["text"], kept["stop_reason"]) == (lead(spelled) + "one two", "two")
 
 
-def test_nothing_of_a_stop_string_is_sent_and_what_is_ruled_out_is(server: Running) -> None:
-    prompt = server.ids("abcdefgh")
-    chunks = events(server.post("/v1/completions", prompt=prompt, stop=["defX", "ghZ"], stream=True, **BASE))
+def test_nothing_of_a_stop_string_is_sent_and_what_is_ruled_out_is(spelled: Running) -> None:
+    prompt = spelled.ids("abcdefgh")
+    chunks = events(spelled.post("/v1/completions", prompt=prompt, stop=["defX", "ghZ"], stream=True, **BASE))
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
-    assert "".join(texts) == "abcdefgh"
+    assert "".join(texts) == lead(spelled) + "abcdefgh"
     sent = ""
     for text in texts[:-1]:
         sent += text
@@ -47,12 +64,12 @@ def test_min_tokens_holds_for_stop_strings(server: Running) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2])
-def test_characters_across_tokens(server: Running, chunk: int) -> None:
+def test_characters_across_tokens(spelled: Running, chunk: int) -> None:
     text = "ok 🙂 漢字 done"
-    choice = completion(server, server.ids(text), extra={"chunk": chunk})[0]
-    assert (choice["text"], choice["finish_reason"]) == (text, "length")
-    with server.http.stream(
-        "POST", "/v1/completions", json={"prompt": server.ids(text), "stream": True, **BASE}
+    choice = completion(spelled, spelled.ids(text), extra={"chunk": chunk})[0]
+    assert (choice["text"], choice["finish_reason"]) == (lead(spelled) + text, "length")
+    with spelled.http.stream(
+        "POST", "/v1/completions", json={"prompt": spelled.ids(text), "stream": True, **BASE}
     ) as response:
         assert "\ufffd" not in response.read().decode()
 
