@@ -22,6 +22,7 @@ from .errors import InvalidRequest, brief
 from .types import StructuredOutputs
 
 if TYPE_CHECKING:
+    import torch
     import xgrammar
 
     from .tokenizer import Tokenizer
@@ -31,11 +32,15 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_REASON = 300
 """Characters of what the library says against a grammar: it may quote all of it."""
 PATIENCE = 0.25
-"""Seconds of a CPU that following one output may take, beside `PER_TOKEN` for each token: every other request waits
-meanwhile. Usual grammars take 20 microseconds a token; ambiguous ones take more and more."""
+"""Seconds of a CPU that following one output, and saying what may come next, may take, beside `PER_TOKEN` for each
+token: every other request waits meanwhile. Usual grammars take 20 to 60 microseconds a token; ambiguous ones take more
+and more. Nothing can be interrupted, so it is seen behind the call that took too long."""
 PER_TOKEN = 0.001
+TOO_SLOW = "its grammar takes too long to follow; make it less ambiguous"
+WALKS = 6
+"""Outputs that a grammar is tried out with: every second one repeats its tokens while it can."""
 REHEARSED = 256
-"""Tokens of an output that a grammar is tried out with."""
+"""Tokens of each of them."""
 _UNENFORCED = {
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependencies"),
     *("dependentRequired", "dependentSchemas", "$dynamicRef", "$recursiveRef"),
@@ -151,10 +156,10 @@ def _reason(error: BaseException) -> str:
 
 class Compiler:
     """Compiles for one vocabulary. Safe to call from several threads, which others may overtake: what is compiled runs
-    outside the interpreter's lock.
+    outside the interpreter's lock. With one thread, in a trial as in the engine: so it takes about as long in both.
     """
 
-    def __init__(self, vocabulary: Vocabulary, threads: int = 1) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
 
         info = xgrammar.TokenizerInfo(
@@ -164,7 +169,7 @@ class Compiler:
             stop_token_ids=vocabulary.ends,
         )
         self.vocabulary = vocabulary
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, wanted: StructuredOutputs) -> xgrammar.CompiledGrammar:
         """`wanted` must be `normalised`. Raises `InvalidRequest` with the library's reason."""
@@ -172,8 +177,9 @@ class Compiler:
             return self._compile(wanted)
 
     def rehearse(self, wanted: StructuredOutputs) -> None:
-        """Compile it, and follow two outputs of it: a random one, and one that repeats itself, which makes ambiguous
-        grammars slow. Raises `InvalidRequest`, also for what takes too long to follow."""
+        """Compile it, and follow some outputs of it: random ones, and ones that repeat themselves, which makes
+        ambiguous grammars slow. Raises `InvalidRequest`, also for what takes too long to follow in one of them: others
+        may take longer yet, which only `Matcher` sees."""
         with _refusing(wanted):
             _rehearse(self._compile(wanted), self.vocabulary)
 
@@ -306,8 +312,8 @@ class Matcher:
     """Where one output stands in its grammar. `stops`: the tokens that may come where the grammar may end, and nothing
     but them behind it.
 
-    `known` output tokens were followed. `failed` says why no further one can be: then nothing may follow. Following is
-    bounded in time: see `PATIENCE`.
+    `known` output tokens were followed. `failed` says why no further one can be: then nothing may follow. `follow` and
+    `fill` are bounded in time together: see `PATIENCE`.
     """
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, stops: Sequence[int]) -> None:
@@ -329,24 +335,39 @@ class Matcher:
         for token in tokens:
             if self.failed is not None:
                 return
-            begin = time.thread_time()
-            taken = token in self.stops if self.ended else self.state.accept_token(token)
-            self._spent += time.thread_time() - begin
-            self.known += 1
+            with self._timed():
+                taken = token in self.stops if self.ended else self.state.accept_token(token)
+                self.known += 1
             if not taken:
                 self.failed = f"token {token} of the output is none that its grammar allows"
-            elif self._spent > PATIENCE + self.known * PER_TOKEN:
-                self.failed = "its grammar takes too long to follow; make it less ambiguous"
+
+    def fill(self, mask: torch.Tensor, row: int = 0) -> None:
+        """Write the tokens that may come next into this row of int32 `mask`: none if it has `failed`."""
+        if self.failed is None:
+            with self._timed():
+                self.state.fill_next_token_bitmask(mask, row)
+        if self.failed is not None:
+            mask[row] = 0
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.thread_time()
+        yield
+        self._spent += time.thread_time() - begin
+        if self._spent > PATIENCE + self.known * PER_TOKEN:
+            self.failed = TOO_SLOW
 
 
 def _rehearse(compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
     import xgrammar
 
     mask = xgrammar.allocate_token_bitmask(1, vocabulary.size)
-    for again in (True, False):
-        random, matcher, token = Random(0), Matcher(compiled, vocabulary.ends), -1
+    for walk in range(WALKS):
+        random, matcher, token, again = Random(walk), Matcher(compiled, vocabulary.ends), -1, walk % 2 == 0
         for _ in range(REHEARSED):
-            matcher.state.fill_next_token_bitmask(mask)
+            matcher.fill(mask)
+            if matcher.failed is not None:
+                raise ValueError(matcher.failed)
             allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[: vocabulary.size])
             if not len(allowed):
                 break

@@ -19,14 +19,12 @@ from typing import NamedTuple, NoReturn
 import msgspec
 import psutil
 
-from . import machine
 from .errors import InvalidRequest
 from .grammars import Compiler, Vocabulary
 from .types import StructuredOutputs
 
 MEMORY = 512 * 2**20
 """Bytes that a trial may take beside what this process has."""
-THREADS = 4
 COMMAND = (sys.executable, "-P", "-m", "framework.trials")
 """Starts the process. It needs a group of its own, with which its forks can be ended, and which keeps Ctrl-C away."""
 
@@ -64,7 +62,7 @@ class _Trials:
     def __init__(self, vocabulary: Vocabulary, output: int) -> None:
         self._vocabulary = vocabulary
         self._output = output
-        self._compiler = Compiler(vocabulary, min(THREADS, machine.cpus()))
+        self._compiler = Compiler(vocabulary)
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:

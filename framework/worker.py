@@ -364,7 +364,7 @@ class TorchExecutor(Executor):
                 logprobs = {ids[at]: (one,) for at, one in zip(drawn.asked, found, strict=True) if ids[at] in tokens}
             times = (*stages, ("sampling", forwarded, ns()))
             result = StepResult(plan.step, tokens=tokens, logprobs=logprobs, errors=errors, stages=times)
-            refused = tuple(id for id, why in errors.items() if why is RULED_OUT)
+            refused = tuple(id for id, why in errors.items() if why == RULED_OUT or id in reasons)
             return replace(result, prompt_logprobs=scores, refused=refused) if scores or refused else result
 
         return finish, fetched.ready

@@ -220,6 +220,39 @@ def test_ambiguous_grammars_end_alone(tiny_llama: Path, monkeypatch: pytest.Monk
         assert llm.engine.stats().kv_holding == 0 and llm.engine.stats().failed_steps == 0
 
 
+@pytest.mark.parametrize("company", [0, 4])
+def test_masks_that_take_long_end_alone(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, company: int) -> None:
+    """What following takes does not count here, but to say which tokens may come takes longer from step to step; among
+    many rows, whose masks are made at once, it has to be found first."""
+    from framework.plugins.samplers import grammar
+
+    def follow(self: Matcher, tokens: list[int], do: Any = Matcher.follow) -> None:
+        spent = self._spent
+        do(self, tokens)
+        self._spent, self.failed = spent, None  # only masks count
+
+    monkeypatch.setattr(Matcher, "follow", follow)
+    monkeypatch.setattr(library, "PATIENCE", 0.02)
+    monkeypatch.setattr(library, "PER_TOKEN", 0.0005)
+    monkeypatch.setattr(grammar, "SLOW_ROW", 0.0005)
+    monkeypatch.setattr(grammar, "ALONE", 1)
+    ambiguous = StructuredOutputs(grammar=f'root ::= ({" x" * 30})* "b"\nx ::= "a"* [a-f]* "a"*\n')
+    digits = SamplingParams(structured_outputs=StructuredOutputs(regex="[0-9]{40}"), max_tokens=60, temperature=0)
+    with LLM(str(tiny_llama), dtype="float32", kv_blocks=400) as llm:
+        bias = {llm.tokenizer.token_to_id("a") or 0: 100.0}
+        slow = SamplingParams(structured_outputs=ambiguous, max_tokens=150, logit_bias=bias, temperature=0)
+        alone = llm.generate(PROMPT, digits)[0].text
+        stream = llm.stream(PROMPT, slow)
+        next(stream)
+        texts = [output.text for output in llm.generate([PROMPT] * company, digits)] if company else []
+        assert not company or llm.engine.stats().running == 0, "it was not found among the others"
+        with pytest.raises(Rejected, match="too long to follow") as refused:
+            list(stream)
+        assert refused.value.status == 400
+        assert len(alone) == 40 and texts == [alone] * company
+        assert llm.engine.stats().kv_holding == 0 and llm.engine.stats().failed_steps == 0
+
+
 def test_bad_ones_in_python(llm: LLM) -> None:
     with pytest.raises(Rejected, match="regex: Regex parsing error at position 5: Two consecutive") as refused:
         llm.generate("x", {"structured_outputs": StructuredOutputs(regex="foo**")}, n=3)

@@ -9,6 +9,7 @@ On a GPU the masks are made while the device computes the logits; elsewhere they
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,8 @@ KEPT_BYTES = 256 * 2**20
 """Of compiled grammars, those used last."""
 ALONE = 16
 """Rows whose masks one thread makes: for fewer, waking others takes longer."""
+SLOW_ROW = 0.002
+"""Seconds a row. If masks take longer, those of the next step are made one by one: to find whose grammar it is."""
 
 
 class StructuredOutput:
@@ -45,6 +48,7 @@ class StructuredOutput:
         self._params: Sequence[SamplingParams] = ()
         self._rows: list[int] = []  # of the batch with these parameters: those that have a grammar
         self._mask = torch.empty(0, 0, dtype=torch.int32)
+        self._slow = False
         self._filler: xgrammar.BatchGrammarMatcher | None = None
 
     @hookimpl
@@ -117,20 +121,23 @@ class StructuredOutput:
             self._mask = xgrammar.allocate_token_bitmask(rows, vocab)
         follow = []
         for row, matcher in matchers.items():
-            if matcher.failed is not None:
-                batch.errors[batch.ids[batch.owner[row]]] = matcher.failed
-                self._mask[row] = 0
-            elif matcher.ended:
+            if matcher.failed is None and matcher.ended:
                 self._mask[row] = _only(matcher.stops, self._mask.shape[1])
             else:
                 follow.append(row)
-        states = [matchers[row].state for row in follow]
-        if len(states) <= ALONE:
-            for row, state in zip(follow, states, strict=True):
-                state.fill_next_token_bitmask(self._mask, row)
+        begin = time.perf_counter()
+        if len(follow) <= ALONE or self._slow:
+            for row in follow:
+                matchers[row].fill(self._mask, row)
         else:
+            going = [row for row in follow if matchers[row].failed is None]
             self._filler = self._filler or xgrammar.BatchGrammarMatcher()
-            self._filler.batch_fill_next_token_bitmask(states, self._mask, follow)
+            self._filler.batch_fill_next_token_bitmask([matchers[row].state for row in going], self._mask, going)
+        self._slow = time.perf_counter() - begin > len(follow) * SLOW_ROW
+        for row in follow:
+            if (why := matchers[row].failed) is not None:
+                batch.errors[batch.ids[batch.owner[row]]] = why
+                self._mask[row] = 0
         [mask] = send([self._mask[:rows].numpy()], logits.device)
         xgrammar.apply_token_bitmask_inplace(logits, mask, indices=list(matchers))
 
