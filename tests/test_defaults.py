@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from framework.server.calls import select_parser
 from pydantic import BaseModel, Field
 
 from framework import (
@@ -21,8 +22,9 @@ from framework import (
     Support,
     hookimpl,
 )
+from framework.checkpoint import open_checkpoint
 from framework.registry import Plugins, load_plugins
-from framework.settings import selector
+from framework.settings import Settings, selector
 
 
 class Options(BaseModel):
@@ -83,6 +85,7 @@ def test_options_of_a_backend_need_its_name(tiny_llama: Path) -> None:
 def test_factories_are_given_what_the_documentation_says(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[1] / "docs/plugins.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    rows = [row for row in rows if len(row) == 5]
     documented = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[2])) for row in rows}
     given: dict[str, set[str]] = {}
     create = Plugins.create
@@ -93,6 +96,8 @@ def test_factories_are_given_what_the_documentation_says(tiny_llama: Path, monke
 
     monkeypatch.setattr(Plugins, "create", spy)
     build(tiny_llama).close()
+    settings, plugins = Settings(model=str(tiny_llama), tool_parser="hermes"), load_plugins()
+    select_parser(settings, plugins, open_checkpoint(settings, plugins).tokenizer())
     assert given == documented
     flags = re.findall(r"`(--[\w-]+)`", " ".join(row[1] for row in rows))
     assert flags == [selector(row[0].strip("`")) for row in rows if "--" in row[1]]
