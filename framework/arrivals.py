@@ -3,19 +3,16 @@ run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
-from .errors import InvalidRequest, PluginError, Rejected
-from .log import get_logger
+from .errors import InvalidRequest, Rejected
 from .messages import Add, TokenOutput, seed_of
 from .types import Reject, Request
 
 if TYPE_CHECKING:
     from .registry import Plugins
-
-log = get_logger(__name__)
 
 
 def requests_of(message: Add, order: int, limit: int, now: int, seed: int) -> Iterator[Request]:
@@ -45,42 +42,45 @@ def refusal(id: str, reason: str, status: int, retry_after: float | None = None)
     return TokenOutput(id, 0, [], finish_reason="error", error=reason, status=status, retry_after=retry_after)
 
 
-def unprepared(request: Request, error: BaseException) -> Reject:
-    """What the client is told. What is not meant for clients is the log's alone."""
-    match error:
-        case InvalidRequest():
-            return Reject(str(error), status=400)
-        case Rejected():
-            return Reject(str(error), error.retry_after, error.status)
-    log.error("a request could not be prepared", request_id=request.id, exc_info=error)
-    return Reject("the request could not be prepared; the server's log has the details", status=500)
-
-
 class Preparing:
-    """Requests for which plugins prepare something: see the hook `prepare`."""
+    """Requests for which plugins prepare something: see the hook `prepare`. `fault`: told plugin, hook and error."""
 
-    def __init__(self, plugins: Plugins) -> None:
+    def __init__(self, plugins: Plugins, fault: Callable[[str, str, BaseException], None]) -> None:
         self._plugins = plugins
-        self._waits: dict[Request, list[Future[Any]]] = {}
+        self._fault = fault
+        self._waits: dict[Request, list[tuple[str, Future[Any]]]] = {}
 
     def begin(self, request: Request) -> bool:
         """Whether it has to wait."""
-        try:
-            waits: list[Future[Any]] = self._plugins.call("prepare", request=request)
-        except PluginError as error:
-            waits = [Future()]
-            waits[0].set_exception(error)
-        if all(wait.done() and wait.exception() is None for wait in waits):
+        waits: list[tuple[str, Future[Any]]] = []
+        for plugin, answer in self._plugins.each("prepare", request=request):
+            if not isinstance(answer, Future):
+                wrong = answer if isinstance(answer, Exception | SystemExit) else None
+                answer = Future()
+                answer.set_exception(wrong or TypeError("prepare must answer a concurrent.futures.Future or None"))
+            waits.append((plugin, answer))
+        if all(wait.done() and _error(wait) is None for _, wait in waits):
             return False
         self._waits[request] = waits
         return True
 
-    def over(self) -> Iterator[tuple[Request, BaseException | None]]:
-        """Those that need not wait any more, each once, and what went wrong."""
+    def over(self) -> Iterator[tuple[Request, Reject | None]]:
+        """Those that need not wait any more, each once, and what is told to clients if something went wrong."""
         for request, waits in list(self._waits.items()):
-            if all(wait.done() for wait in waits):
+            if all(wait.done() for _, wait in waits):
                 del self._waits[request]
-                yield request, next(filter(None, (wait.exception() for wait in waits)), None)
+                told = [self._told(plugin, error) for plugin, wait in waits if (error := _error(wait)) is not None]
+                yield request, told[0] if told else None
+
+    def _told(self, plugin: str, error: BaseException) -> Reject:
+        """What the client is told. What is not meant for clients is the log's alone."""
+        match error:
+            case InvalidRequest():
+                return Reject(str(error), status=400)
+            case Rejected():
+                return Reject(str(error), error.retry_after, error.status)
+        self._fault(plugin, "prepare", error)
+        return Reject("the request could not be prepared; the server's log has the details", status=500)
 
     def leave(self, request: Request, heir: Request | None) -> bool:
         """`request` ends; `heir` waits in its place. Whether it did wait."""
@@ -88,3 +88,11 @@ class Preparing:
         if waits is not None and heir is not None:
             self._waits[heir] = waits
         return waits is not None
+
+
+def _error(wait: Future[Any]) -> BaseException | None:
+    """Of one that is done."""
+    try:
+        return wait.exception()
+    except CancelledError as error:
+        return error

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from .arrivals import Preparing, refusal, requests_of, unprepared
+from .arrivals import Preparing, refusal, requests_of
 from .errors import EngineDead, PluginError
 from .executor import Done, Executor, Pending
 from .kv import KVCache
@@ -44,7 +44,7 @@ class Engine:
         self.clock = executor.clock
         self.max_model_len = max_model_len
         self.planner = Planner(plugins, kv, limits, seed, self.clock.ns)
-        self._preparing = Preparing(plugins)
+        self._preparing = Preparing(plugins, self._fault)
         self.requests: dict[str, Request] = {}
         self._flying: deque[tuple[Plan, Pending, Timings]] = deque()
         self._blocks = kv.usage().total
@@ -142,14 +142,13 @@ class Engine:
 
     def _prepared(self) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
-        for request, error in self._preparing.over():
-            if error is None:
+        for request, refused in self._preparing.over():
+            if refused is None:
                 self.planner.unhide(request)
                 continue
-            told = unprepared(request, error)
             for one in (*request.children, request):
-                outputs.append(self._finish(one, "error", error=told.reason))
-                outputs[-1].status, outputs[-1].retry_after = told.status, told.retry_after
+                outputs.append(self._finish(one, "error", error=refused.reason))
+                outputs[-1].status, outputs[-1].retry_after = refused.status, refused.retry_after
         return outputs
 
     def _submit(self, outputs: list[TokenOutput]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -79,8 +79,9 @@ class Plugins:
             if impl is None or not getattr(impl, f"{PROJECT}_impl", None):
                 continue
             options = getattr(impl, f"{PROJECT}_impl")
-            if hook in EVENTS and (options["wrapper"] or options["hookwrapper"]):
-                raise PluginError(f"plugin {name!r}: {hook!r} is an event: implement it without a wrapper", name)
+            if hook in (*EVENTS, "prepare") and (options["wrapper"] or options["hookwrapper"]):
+                what = "is an event" if hook in EVENTS else "is called for each plugin on its own"
+                raise PluginError(f"plugin {name!r}: {hook!r} {what}: implement it without a wrapper", name)
             for parameter in inspect.signature(impl).parameters.values():
                 if parameter.default is not inspect.Parameter.empty:
                     raise PluginError(
@@ -237,6 +238,17 @@ class Plugins:
                 impl.function(*(arguments[name] for name in impl.argnames))
             except (Exception, SystemExit) as exc:  # noqa: BLE001 - a plugin may raise anything; the others still run
                 on_fault(str(impl.plugin_name), hook, exc)
+
+    def each(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
+        """What every implementation of a hook answers, each called on its own, with the plugin's name; what it raises
+        stands for an answer, and None is left out."""
+        for impl in reversed(getattr(self.hook, hook).get_hookimpls()):
+            try:
+                answer = impl.function(*(arguments[name] for name in impl.argnames))
+            except (Exception, SystemExit) as exc:  # noqa: BLE001 - a plugin may raise anything; the others still run
+                answer = exc
+            if answer is not None:
+                yield str(impl.plugin_name), answer
 
     def blame(self, hook: str, exc: BaseException) -> str:
         """Name of the plugin in whose code a call of `hook` failed; all that have the hook if it cannot be told."""

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 from harness import Harness, Policy
 
-from framework import InvalidRequest, ModelError, Rejected, Request, Status, hookimpl
+from framework import InvalidRequest, ModelError, PluginError, Rejected, Request, Status, hookimpl
 
 
 class Slow(Policy):
@@ -21,6 +21,12 @@ class Slow(Policy):
     def prepare(self, request: Request) -> Future[None] | None:
         if request.cache_salt == b"broken":
             raise ValueError("a plugin that fails")
+        if request.cache_salt == b"no future":
+            return 3  # type: ignore[return-value]
+        if request.cache_salt == b"cancelled":
+            future: Future[None] = Future()
+            future.cancel()
+            return future
         return self.futures.setdefault(request.id, Future()) if request.cache_salt else None
 
 
@@ -80,12 +86,27 @@ def test_what_goes_wrong_ends_all_of_them(
     assert not h.engine.has_work and h.planner.view.total == 0
 
 
-def test_a_plugin_that_fails() -> None:
+BROKEN = {b"broken": "ValueError", b"no future": "TypeError", b"cancelled": "CancelledError"}
+
+
+@pytest.mark.parametrize("salt", BROKEN)
+def test_a_plugin_that_fails(salt: bytes, caplog: pytest.LogCaptureFixture) -> None:
     h = Harness(Slow())
-    h.add("slow", cache_salt=b"broken")
+    h.add("slow", cache_salt=salt)
     [output] = h.engine.step()
     assert (output.error, output.status) == (INTERNAL, 500)
+    assert h.planner.policy.faults == {"scheduler": 1}
+    assert f"plugin 'scheduler' failed in prepare: {BROKEN[salt]}" in caplog.text
     assert not h.engine.has_work and h.planner.view.total == 0
+
+
+@pytest.mark.parametrize("salt", BROKEN)
+def test_a_plugin_that_fails_where_that_ends_the_engine(salt: bytes) -> None:
+    h = Harness(Slow())
+    h.planner.limits = h.planner.limits._replace(strict=True)
+    h.add("slow", cache_salt=salt)
+    with pytest.raises(PluginError, match="'scheduler' failed in prepare"):
+        h.engine.step()
 
 
 @pytest.mark.parametrize("first", ["slow", "slow/1", "slow/2"])
