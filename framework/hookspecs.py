@@ -160,7 +160,8 @@ class Hooks:
     def prepare(self, request: Request) -> Future[Any] | None:
         """Engine, once per accepted message, with its first request. *Collect.* What has to be done before it can run,
         by a thread of the plugin's, or None. Until then policies do not see the request. It ends with what the future
-        raises: status 400 for an `InvalidRequest`, that of a `Rejected`, else 500, and the log has what it was::
+        raises: status 400 for an `InvalidRequest`, that of a `Rejected`, else 500, a fault of the plugin's, and the log
+        has what it was. Where nothing else runs, more than `--step-timeout` is taken for a hang of the engine::
 
         @hookimpl
         def prepare(self, request):

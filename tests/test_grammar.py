@@ -281,6 +281,13 @@ def test_grammars_are_kept_up_to_a_size(tiny_llama: Path, monkeypatch: pytest.Mo
         for pattern in ("c{3}", "d{3}", "a{3}"):
             llm.generate("x", SamplingParams(structured_outputs=StructuredOutputs(regex=pattern)))
         assert len(compiled) == 5
+        compiled.clear()
+        some = [SamplingParams(structured_outputs=StructuredOutputs(regex=f"{char}{{40}}")) for char in "efgh"]
+        for k, output in enumerate(llm.generate([PROMPT] * 12, some * 3, n=2)):
+            assert output.text == "efgh"[k // 2 % 4] * 40
+        assert len(compiled) == 4, "what requests have is kept whatever its size"
+        [held] = llm.engine.plugins.active(grammar.StructuredOutput)
+        assert not held._used and not held._matchers and not held._idle and held._idle_bytes == 0
 
 
 # The library

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,22 +28,37 @@ if TYPE_CHECKING:
 THREADS = 2
 """That compile: one grammar that takes long does not hold up the others."""
 KEPT_BYTES = 256 * 2**20
-"""Of compiled grammars, those used last."""
+"""Of compiled grammars that no request has, those used last."""
 ALONE = 16
 """Rows whose masks one thread makes: for fewer, waking others takes longer."""
 SLOW_ROW = 0.002
 """Seconds a row. If masks take longer, those of the next step are made one by one: to find whose grammar it is."""
 
 
+class _Compiled(NamedTuple):
+    grammar: xgrammar.CompiledGrammar
+    size: int
+
+
+class _Used(NamedTuple):
+    """By the requests of these ids."""
+
+    compiled: Future[_Compiled]
+    users: set[str]
+
+
 class StructuredOutput:
-    """Holds compiled grammars, those used last, and a matcher for each request that has one."""
+    """Holds the compiled grammars of unfinished requests and others that were used last, and a matcher for each request
+    that has one."""
 
     def __init__(self) -> None:
         self._engine: Any = None
         self._lock = Lock()
         self._compiler: Compiler | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._grammars: OrderedDict[StructuredOutputs, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._used: dict[StructuredOutputs, _Used] = {}
+        self._idle: OrderedDict[StructuredOutputs, Future[_Compiled]] = OrderedDict()
+        self._idle_bytes = 0
         self._matchers: dict[str, Matcher] = {}
         self._params: Sequence[SamplingParams] = ()
         self._rows: list[int] = []  # of the batch with these parameters: those that have a grammar
@@ -62,30 +77,47 @@ class StructuredOutput:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     @hookimpl
-    def prepare(self, request: Request) -> Future[xgrammar.CompiledGrammar] | None:
+    def prepare(self, request: Request) -> Future[_Compiled] | None:
         wanted = request.params.structured_outputs
-        return None if wanted is None else self._grammar(wanted)
+        if wanted is None:
+            return None
+        used = self._used.get(wanted)
+        if used is None or (used.compiled.done() and used.compiled.exception() is not None):
+            compiled = self._idle.pop(wanted, None)
+            if compiled is None:
+                self._pool = self._pool or ThreadPoolExecutor(THREADS, "grammar")
+                compiled = self._pool.submit(self._compile, wanted)
+            else:
+                self._idle_bytes -= compiled.result().size
+            used = self._used[wanted] = _Used(compiled, used.users if used else set())
+        used.users.update(one.id for one in (request, *request.children))
+        return used.compiled
 
-    def _grammar(self, wanted: StructuredOutputs) -> Future[xgrammar.CompiledGrammar]:
-        kept = self._grammars.pop(wanted, None)
-        if kept is None or (kept.done() and kept.exception() is not None):
-            self._pool = self._pool or ThreadPoolExecutor(THREADS, "grammar")
-            kept = self._pool.submit(self._compile, wanted)
-        self._grammars[wanted] = kept
-        room = KEPT_BYTES
-        for one, future in reversed(list(self._grammars.items())):
-            if future.done():
-                room -= future.result().memory_size_bytes if future.exception() is None else 0
-                if room < 0:
-                    del self._grammars[one]
-        return kept
+    @hookimpl
+    def request_done(self, request: Request) -> None:
+        self._matchers.pop(request.id, None)
+        wanted = request.params.structured_outputs
+        used = None if wanted is None else self._used.get(wanted)
+        if wanted is None or used is None:
+            return
+        used.users.discard(request.id)
+        if used.users:
+            return
+        del self._used[wanted]
+        if used.compiled.cancel() or not used.compiled.done() or used.compiled.exception() is not None:
+            return
+        self._idle[wanted] = used.compiled
+        self._idle_bytes += used.compiled.result().size
+        while self._idle_bytes > KEPT_BYTES:
+            self._idle_bytes -= self._idle.popitem(last=False)[1].result().size
 
-    def _compile(self, wanted: StructuredOutputs) -> xgrammar.CompiledGrammar:
+    def _compile(self, wanted: StructuredOutputs) -> _Compiled:
         with self._lock:
             if self._compiler is None:
                 executor = self._engine.executor
                 self._compiler = Compiler(Vocabulary.of(executor.checkpoint.tokenizer(), executor.spec.vocab_size))
-        return self._compiler.compile(wanted)
+        grammar = self._compiler.compile(wanted)
+        return _Compiled(grammar, grammar.memory_size_bytes)
 
     @hookimpl
     def process_logits(self, logits: torch.Tensor, batch: SampleBatch) -> None:
@@ -104,7 +136,7 @@ class StructuredOutput:
         matcher = self._matchers.get(id)
         if matcher is None or matcher.known > length:
             assert params.structured_outputs is not None
-            compiled = self._grammar(params.structured_outputs).result()
+            compiled = self._used[params.structured_outputs].compiled.result().grammar
             assert self._compiler is not None
             silent = self._compiler.vocabulary.silent
             stops = [*params.eos_token_ids, *filter(silent, params.stop_token_ids)]
