@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -288,6 +290,25 @@ def test_grammars_are_kept_up_to_a_size(tiny_llama: Path, monkeypatch: pytest.Mo
         assert len(compiled) == 4, "what requests have is kept whatever its size"
         [held] = llm.engine.plugins.active(grammar.StructuredOutput)
         assert not held._used and not held._matchers and not held._idle and held._idle_bytes == 0
+
+
+def test_the_interpreter_ends_while_something_compiles(tiny_llama: Path) -> None:
+    """Nobody tried it out before: it takes for ever."""
+    program = f"""
+import _thread, threading
+from framework import LLM, SamplingParams, StructuredOutputs
+bomb = "|".join("[a-z]{{%d}}" % i for i in range(1, 3000))
+with LLM({str(tiny_llama)!r}, dtype="float32", kv_blocks=100) as llm:
+    ask = SamplingParams(structured_outputs=StructuredOutputs(regex=bomb))
+    threading.Timer(5, _thread.interrupt_main).start()
+    try:
+        llm.generate("x", ask)
+    except KeyboardInterrupt:
+        print("interrupted")
+print("over")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["interrupted", "over"] and done.returncode == 0, done.stderr[-2000:]
 
 
 # The library

@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -55,7 +56,8 @@ class StructuredOutput:
         self._engine: Any = None
         self._lock = Lock()
         self._compiler: Compiler | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._jobs: SimpleQueue[tuple[Future[_Compiled], StructuredOutputs] | None] = SimpleQueue()
+        self._threads: list[Thread] = []
         self._used: dict[StructuredOutputs, _Used] = {}
         self._idle: OrderedDict[StructuredOutputs, Future[_Compiled]] = OrderedDict()
         self._idle_bytes = 0
@@ -73,8 +75,8 @@ class StructuredOutput:
     @hookimpl
     def stopping(self) -> None:
         self._engine = None
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for _ in self._threads:
+            self._jobs.put(None)
 
     @hookimpl
     def prepare(self, request: Request) -> Future[_Compiled] | None:
@@ -85,8 +87,11 @@ class StructuredOutput:
         if used is None or (used.compiled.done() and used.compiled.exception() is not None):
             compiled = self._idle.pop(wanted, None)
             if compiled is None:
-                self._pool = self._pool or ThreadPoolExecutor(THREADS, "grammar")
-                compiled = self._pool.submit(self._compile, wanted)
+                compiled = Future()
+                self._jobs.put((compiled, wanted))
+                if len(self._threads) < THREADS:  # an executor's would be waited for when the interpreter ends
+                    self._threads.append(Thread(target=self._work, name="grammar", daemon=True))
+                    self._threads[-1].start()
             else:
                 self._idle_bytes -= compiled.result().size
             used = self._used[wanted] = _Used(compiled, used.users if used else set())
@@ -110,6 +115,16 @@ class StructuredOutput:
         self._idle_bytes += used.compiled.result().size
         while self._idle_bytes > KEPT_BYTES:
             self._idle_bytes -= self._idle.popitem(last=False)[1].result().size
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            compiled, wanted = job
+            if not compiled.set_running_or_notify_cancel():
+                continue
+            try:
+                compiled.set_result(self._compile(wanted))
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the request that waits is told
+                compiled.set_exception(error)
 
     def _compile(self, wanted: StructuredOutputs) -> _Compiled:
         with self._lock:
