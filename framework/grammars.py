@@ -15,7 +15,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from .errors import InvalidRequest, brief
@@ -359,6 +358,7 @@ class Matcher:
 
 
 def _rehearse(compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
+    import numpy as np  # it starts threads, which the server has no need for
     import xgrammar
 
     mask = xgrammar.allocate_token_bitmask(1, vocabulary.size)

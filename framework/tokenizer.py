@@ -216,7 +216,8 @@ class TokenStream:
     def step(self, token_id: int) -> str | None:
         """Text that `token_id` completes; None if there is none yet."""
         if token_id in self._kept:
-            return (self.finish() if self._held else "") + self._kept[token_id]
+            unfinished = self._held and self._decode_held()  # else tokens without text, such as other special ones
+            return (self.finish() if unfinished else "") + self._kept[token_id]
         self._held.append(token_id)
         try:
             text: str | None = self._stream.step(self._backend, token_id)

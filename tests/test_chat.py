@@ -296,7 +296,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.file, text.encode())
 
-    def expect(self, pattern: str, seconds: float = 20) -> re.Match[str]:
+    def expect(self, pattern: str, seconds: float = 30) -> re.Match[str]:
         """The next place where the pattern is shown."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.shown[self.seen :])):
@@ -374,7 +374,9 @@ def test_a_conversation() -> None:
             assert sent() == ["s:be brief", "u:/three"]
             terminal.type("/what\n")
             terminal.expect("/what is no command: .*\r\n> ")
-            terminal.type("half a line\x03")
+            terminal.type("half a line")
+            terminal.expect("half a line")  # so that it is being read
+            terminal.type("\x03")
             terminal.expect("Ctrl-D or /exit leaves\r\n> ")
             assert sent()[-1] == "u:/three"
             terminal.type("/exit\n")

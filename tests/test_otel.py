@@ -376,4 +376,4 @@ def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]}
     )
-    assert done.stdout.strip() == "[] ['otel', 'prometheus']"
+    assert done.stdout.strip() == "[] ['grammar', 'otel', 'prometheus']"

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,10 +93,10 @@ def test_ctrl_c_while_it_starts(tiny_llama: Path, tmp_path: Path, moment: str) -
 
 
 def test_not_ready_while_it_starts(tiny_llama: Path, tmp_path: Path) -> None:
-    """Others than probes wait, and are served then."""
+    """Nor is anybody else served before it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with serve(tiny_llama, tmp_path, "--port", str(port)) as served, ThreadPoolExecutor(1) as pool:
+    with serve(tiny_llama, tmp_path, "--port", str(port)) as served:
         url = f"http://127.0.0.1:{port}"
 
         def status() -> int:
@@ -108,10 +107,12 @@ def test_not_ready_while_it_starts(tiny_llama: Path, tmp_path: Path) -> None:
 
         assert eventually(status, 60) == 503
         body = {"prompt": "The", "max_tokens": 3}
-        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        early = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert early.status_code == 503 and early.headers["Retry-After"]
         served.ready()
         assert status() == 200
-        assert answer.result(60).json()["usage"]["completion_tokens"] == 3
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 3
 
 
 def test_ctrl_c_tells_those_who_wait(tiny_llama: Path, tmp_path: Path) -> None:

@@ -119,10 +119,10 @@ def test_what_the_template_reads(tiny_llama: Path, tmp_path: Path) -> None:
         assert text(continue_final_message=True) == "ab"  # a template that strips texts
 
 
-def test_half_a_character_is_replaced(server: Running) -> None:
+def test_half_a_character_is_refused(server: Running) -> None:
     body = b'{"messages": [{"role": "\\ud83d", "content": "a"}]}'
     response = server.http.post("/chat_tokenize", content=body, headers={"Content-Type": "application/json"})
-    assert response.json()["templated_text"].startswith("<|im_start|>\ufffd\n")
+    assert "without lone surrogates" in check_error(response, 400, "messages.0.role")
 
 
 def test_what_a_client_is_told_of_the_tokenizer(server: Running, spm: Running, theirs: Any, theirs_spm: Any) -> None:

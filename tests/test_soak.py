@@ -161,7 +161,9 @@ MODELS: dict[str, dict[str, Any]] = {
 ROUNDED = 0.03
 """A key or value on the border between two bytes falls to one side or the other, depending on who shares the batch:
 log-probabilities differ by less, and by up to half a nat from what they are in float32."""
-PARAMS = {"temperature": 0.9, "top_k": TOP, "logprobs": TOP}
+LISTED = TOP + 2
+"""Rounded to bytes, several may be equal, and those that equal the last of the TOP may be drawn."""
+PARAMS = {"temperature": 0.9, "top_k": TOP, "logprobs": LISTED}
 
 
 @pytest.mark.slow
@@ -216,7 +218,9 @@ def test_soak_of_a_model(name: str, kernel: str, kv_dtype: str, overlap: str, ab
             listed = [[(entry.token, entry.logprob), *entry.top] for entry in found]
             tokens, values = (torch.tensor(x) for x in zip(*(zip(*some, strict=True) for some in listed), strict=True))
             far = max(far, float((rows.gather(1, tokens) - values).abs().max()))
-            assert (values[:, 1:].amin(-1) > rows.topk(TOP).values[:, -1] - close).all(), "a likelier token is missing"
+            assert (values[:, 1:].amin(-1) > rows.topk(LISTED).values[:, -1] - close).all(), (
+                "a likelier token is missing"
+            )
     assert far < close
     assert_drawn(
         [both.logprobs.get(id, [])[: len(h.outputs[id])] for id in h.outputs],
