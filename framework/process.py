@@ -181,7 +181,6 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 def main() -> int:
     machine.prepare_environment()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminate)
     header = msgspec.msgpack.decode(_read_exactly(int.from_bytes(_read_exactly(4), "big")))
     address: str = header["address"]
     folder = str(Path(address.removeprefix("ipc://")).parent)
@@ -189,6 +188,7 @@ def main() -> int:
     threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
     channel = Channel(address)
     try:
+        signal.signal(signal.SIGTERM, _terminate)  # before, it ends the process at once
         # What talks to the server has its threads already: they stay where the server is.
         machine.keep_to(header["cpus"])
         return _serve(Settings(**header["settings"]), channel)

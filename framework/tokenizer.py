@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
@@ -111,7 +111,9 @@ class Tokenizer:
         """A fresh incremental decoder of what follows `prompt` (whose text it does not repeat). `keep`: special tokens
         that are not skipped."""
         kept = {id: text for text in keep if (id := self.backend.token_to_id(text)) in self.special_ids}
-        return TokenStream(self.backend, prompt, skip_special_tokens, kept if skip_special_tokens else {})
+        if not skip_special_tokens:
+            return TokenStream(self.backend, prompt, False)
+        return TokenStream(self.backend, prompt, True, kept, self.special_ids)
 
     # Chat
 
@@ -200,10 +202,12 @@ class TokenStream:
         prompt: Sequence[int] = (),
         skip_special_tokens: bool = True,
         kept: Mapping[int, str] = MappingProxyType({}),
+        silent: Container[int] = (),
     ) -> None:
         self._backend = backend
         self._skip = skip_special_tokens
         self._kept = kept
+        self._silent = silent  # tokens that are skipped, but for the kept ones
         self._context = list(prompt[-self._CONTEXT :])  # known tokens whose text has been given out
         self._held: list[int] = []  # tokens whose text has not
         self._stream = self._fresh()
@@ -216,8 +220,7 @@ class TokenStream:
     def step(self, token_id: int) -> str | None:
         """Text that `token_id` completes; None if there is none yet."""
         if token_id in self._kept:
-            unfinished = self._held and self._decode_held()  # else tokens without text, such as other special ones
-            return (self.finish() if unfinished else "") + self._kept[token_id]
+            return (self.finish() if self._unfinished() else "") + self._kept[token_id]
         self._held.append(token_id)
         try:
             text: str | None = self._stream.step(self._backend, token_id)
@@ -226,13 +229,17 @@ class TokenStream:
                 raise
             return self._restart()  # invalid bytes changed how earlier ones decode: carry on behind them
         if text is None:
-            return self._restart() if len(self._held) >= self._PATIENCE else None
+            return self._restart() if self._unfinished() >= self._PATIENCE else None
         self._forget()
         return text
 
     def finish(self) -> str:
         """The text still held back: an unfinished character comes as U+FFFD. Ends the stream."""
         return self._restart() or ""
+
+    def _unfinished(self) -> int:
+        """Tokens that a character may be made of."""
+        return sum(id not in self._silent for id in self._held)
 
     def _forget(self) -> None:
         self._context = [*self._context, *self._held][-self._CONTEXT :]
