@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from math import exp
 from typing import Any, NamedTuple
 
@@ -82,15 +83,27 @@ def assert_drawn(outputs: Sequence[Sequence[Logprobs]], seeds: Sequence[int], te
     for output, seed in zip(outputs, seeds, strict=True):
         draws = uniforms(np.full(len(output), seed, np.uint64), np.arange(len(output), dtype=np.uint64))
         for entry, draw in zip(output, draws.tolist(), strict=True):
-            least = sorted((value for _, value in entry.top), reverse=True)[TOP - 1]
-            shares = {token: exp(value / temperature) for token, value in sorted(entry.top) if value >= least}
-            # Of equals at the end of the list some are left out, which may be drawn all the same.
-            tied = entry.token not in shares and entry.logprob == least
-            if tied:
-                shares[entry.token] = exp(entry.logprob / temperature)
-            total = sum(shares.values())
-            begin = sum(share for token, share in shares.items() if token < entry.token) / total
-            assert len(shares) >= TOP + tied and begin - NEAR < draw < begin + shares[entry.token] / total + NEAR
+            assert any(begin - NEAR < draw < begin + share + NEAR for begin, share in _shares(entry, temperature)), (
+                f"{draw} does not draw {entry}"
+            )
+
+
+def _shares(entry: Logprobs, temperature: float) -> Iterator[tuple[float, float]]:
+    """Where the token's share begins among those of the tokens that may be drawn, and how large it is. One per set of
+    them that there may have been: of log-probabilities that equal the last of the TOP some do so by rounding only."""
+    listed = {**dict(entry.top), entry.token: entry.logprob}  # a token may be left out of a list whose last it equals
+    least = sorted((value for _, value in entry.top), reverse=True)[TOP - 1]
+    above = [token for token, value in listed.items() if value > least]
+    equal = [token for token, value in listed.items() if value == least]
+    for count in range(TOP - len(above), len(equal) + 1):
+        for some in combinations(equal, count):
+            weights = {token: exp(listed[token] / temperature) for token in (*above, *some)}
+            if entry.token in weights:
+                total = sum(weights.values())
+                yield (
+                    sum(weight for token, weight in weights.items() if token < entry.token) / total,
+                    weights[entry.token] / total,
+                )
 
 
 def assert_same(expected: Sequence[Sequence[Logprobs]], outputs: Sequence[Sequence[Logprobs]]) -> None:
