@@ -49,7 +49,7 @@ from framework.settings import Settings
 
 from .grammars import Grammars
 from .limits import LAST_WORDS, MAX_SENT, STALLED_AFTER
-from .waiting import Waiting
+from .waiting import Waiting, called
 from .watch import Activity
 
 log = get_logger(__name__)
@@ -322,9 +322,9 @@ class EngineClient:
             raise EngineDead(gone)
         self.waiting.check()
 
-    def prepare(self, record: ResponseRecord) -> AbstractAsyncContextManager[None]:
+    def prepare(self, record: ResponseRecord, tenant: str) -> AbstractAsyncContextManager[None]:
         """For what comes before `generate`: it counts as the response, and ends as that does. See `Waiting.prepare`."""
-        return self.waiting.prepare(*self._limit(record))
+        return self.waiting.prepare(record.id, tenant, *self._limit(record))
 
     def _limit(self, record: ResponseRecord) -> tuple[float, Rejected]:
         """When the time of a response is over, and the error that it is then."""
@@ -375,16 +375,14 @@ class EngineClient:
         return ids
 
     def cancel(self, names: Set[str], tenant: str | None = None) -> int:
-        """Have the engine end every unfinished response that is named: whoever waits for it gets what there is, with
-        the finish reason "abort". Returns how many of the names were found.
+        """Have the engine end every unfinished response that is `called` so: whoever waits for it gets what there is,
+        with the finish reason "abort", or an error if it was not sent yet. Returns how many of the names were found.
 
-        A response goes by its id, and by what follows the prefix of that: the id of the HTTP request. tenant: whose
-        responses alone are looked at; None: everybody's.
+        tenant: whose responses alone are looked at; None: everybody's.
         """
-        found, ids = set(), []
+        found, ids = {*self.waiting.cancel(names, tenant, Rejected("the request was aborted", 499))}, []
         for id, sequence in self._sequences.items():
-            whole = sequence.stream.record.id
-            named = {whole, whole.partition("-")[2]} & names
+            named = called(sequence.stream.record.id, names)
             if named and tenant in (None, sequence.stream.tenant):
                 found |= named
                 ids.append(id)

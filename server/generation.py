@@ -209,7 +209,7 @@ class Generation:
         record.attributes = _attributes(ask)
         _check_extra(ask.extra)
         routing = self.serving.inputs.routing(ask.priority, self._tenant(ask), ask.cache_salt)
-        async with self.serving.client.prepare(record):
+        async with self.serving.client.prepare(record, routing.tenant):
             if ask.truncate is not None:
                 with _naming(ask):
                     self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens"))

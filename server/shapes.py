@@ -31,7 +31,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 ERRORS = _errors(400, 401, 403, 404, 405, 408, 413, 429, 431, 500, 503)
 """Of every route that answers errors so."""
-LATE = _errors(504)
+LATE = _errors(504) | {499: {"model": Error, "description": "Aborted"}}
 """Of those that generate, too."""
 
 # Both generating routes

@@ -175,10 +175,10 @@ class Supervisor:
             raise Rejected(f"{self.client.dead}; it is started again", 503, left)
         self.client.check()
 
-    def prepare(self, record: ResponseRecord) -> AbstractAsyncContextManager[None]:
+    def prepare(self, record: ResponseRecord, tenant: str) -> AbstractAsyncContextManager[None]:
         """As `EngineClient.prepare`. Raises what `check` does."""
         self.check()
-        return self.client.prepare(record)
+        return self.client.prepare(record, tenant)
 
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
         """As `EngineClient.generate`. What has passed `check` is taken while draining, too, until `cut` or `fail`."""

@@ -6,12 +6,34 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Set
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from framework import FrameworkError, Rejected
 
 from .limits import RETRY_AFTER
+
+
+def called(id: str, names: Set[str]) -> Set[str]:
+    """Those of `names` that mean the response with this id: it goes by that, and by what follows the prefix of it, the
+    id of the HTTP request."""
+    return {id, id.partition("-")[2]} & names
+
+
+@dataclass(eq=False)
+class _Prepared:
+    """A response that is made ready. error: what it becomes when its time is over."""
+
+    id: str
+    tenant: str
+    limit: asyncio.Timeout
+    error: FrameworkError
+
+    def end(self, error: FrameworkError) -> None:
+        self.error = error
+        if not self.limit.expired():
+            self.limit.reschedule(asyncio.get_running_loop().time())
 
 
 class Waiting:
@@ -27,7 +49,7 @@ class Waiting:
         self._tokens: dict[str, int] = {}
         self.max_requests = max_requests
         self._max_tokens = max_tokens
-        self._prepared: dict[asyncio.Timeout, FrameworkError] = {}  # and what its end means
+        self._prepared: set[_Prepared] = set()
         self._serial = itertools.count()
 
     def __len__(self) -> int:
@@ -61,33 +83,45 @@ class Waiting:
         return len(self._prepared)
 
     @asynccontextmanager
-    async def prepare(self, end: float, late: FrameworkError) -> AsyncIterator[None]:
-        """For what comes before a request can be sent: it has one place meanwhile. What takes longer than until `end`,
-        as `time.monotonic` has it, is cancelled and becomes `late`; after `cut` it is that error.
+    async def prepare(self, id: str, tenant: str, end: float, late: FrameworkError) -> AsyncIterator[None]:
+        """For what comes before the requests of a response can be sent: it has one place meanwhile. What takes longer
+        than until `end`, as `time.monotonic` has it, is cancelled and becomes `late`; after `cut` or `cancel` it is
+        their error.
 
         Raises `Rejected` if there is no place.
         """
         place = f"prepared {next(self._serial)}"  # no id of a request's
         self.enter({place: 0})
         limit = asyncio.timeout(None if end == math.inf else end - time.monotonic())
-        self._prepared[limit] = late
+        prepared = _Prepared(id, tenant, limit, late)
+        self._prepared.add(prepared)
         try:
             async with limit:
                 yield
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise self._prepared[limit] from None
+            raise prepared.error from None
         finally:
-            del self._prepared[limit]
+            self._prepared.remove(prepared)
             self.leave(place)
+        if prepared.error is not late:  # it was done in the moment in which it was told to end
+            raise prepared.error
 
     def cut(self, error: FrameworkError) -> None:
         """End with this error what is made ready."""
-        for limit in self._prepared:
-            self._prepared[limit] = error
-            if not limit.expired():
-                limit.reschedule(asyncio.get_running_loop().time())
+        for prepared in self._prepared:
+            prepared.end(error)
+
+    def cancel(self, names: Set[str], tenant: str | None, error: FrameworkError) -> Set[str]:
+        """End with this error what is made ready and named: see `EngineClient.cancel`. Returns the names found."""
+        found: set[str] = set()
+        for prepared in self._prepared:
+            named = called(prepared.id, names)
+            if named and tenant in (None, prepared.tenant):
+                found |= named
+                prepared.end(error)
+        return found
 
     def clear(self, error: FrameworkError) -> None:
         """Nothing waits any more."""

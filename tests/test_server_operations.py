@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from echo_engine import EchoProcess
-from serving import Running, check_error, events, eventually, running
+from serving import Running, check_error, check_tgi_error, events, eventually, running
 
 from framework.settings import Settings
 
@@ -110,6 +110,23 @@ def test_load_and_abort(server: Running) -> None:
     assert asked.abort("one", "two", "three") == asked.load == 0
     record = server.record("cmpl-one")
     assert (record.status, record.finish_reasons) == (200, ["abort"] * 4)
+
+
+def test_abort_of_what_was_not_sent_yet(server: Running) -> None:
+    """Here a grammar that takes for ever to try out: there is nothing to give."""
+    asked = Asked(server)
+    bomb = {"regex": "|".join(f"[a-z]{{{i}}}" for i in range(1, 3000))}
+    asked.ask("ann", prompt="a", structured_outputs=bomb)
+    asked.ask("ben", prompt="a", structured_outputs=bomb, stream=True)
+    asked.ask("cem", "/generate", inputs="a", parameters={"grammar": {"type": "regex", "value": bomb["regex"]}})
+    assert asked.abort("nobody") == 0 and asked.load == 3
+    assert asked.abort("ann", "cmpl-ben", "gen-cem", "cem") == 4
+    asked.join()
+    for id in ("ann", "ben"):
+        assert check_error(asked.answers[id], 499, None) == "the request was aborted"
+        assert server.record(f"cmpl-{id}").status == 499
+    check_tgi_error(asked.answers["cem"], 500, "incomplete_generation", "the request was aborted")
+    assert asked.abort("ann", "ben", "cem") == asked.load == 0
 
 
 def test_abort_of_running_and_queued_requests(tiny_llama: Path) -> None:
