@@ -164,7 +164,7 @@ class Sender(Body):
         }
 
 
-_GUIDED = "is no field any more: use structured_outputs"
+_GUIDED = "has become part of structured_outputs"
 
 
 class Absent(BaseModel):

@@ -233,7 +233,7 @@ def test_bad_ones(server: Running) -> None:
         assert said == f"structured_outputs: {name} is not supported"
     message = refused(server, "structured_outputs", structured_outputs={"regex": "foo**"})
     assert "regex: Regex parsing error at position 5: Two consecutive" in message
-    assert "use structured_outputs" in refused(server, "guided_regex", guided_regex="a")
+    assert "structured_outputs" in refused(server, "guided_regex", guided_regex="a")
     fine(server)
     assert server.engine.stats.running == server.engine.stats.waiting == 0
 
