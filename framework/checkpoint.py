@@ -34,8 +34,13 @@ _HUB_IGNORE = ["*/*", "consolidated*.safetensors"]
 
 
 def display_name(settings: Settings) -> str:
-    """What clients call the model: the first --served-model-name, else the value of --model, else the demo's name."""
-    return next(iter(settings.served_model_name), None) or settings.model or _DEMO_NAME
+    """What clients call the model: the first --served-model-name, else the value of --model, of a path no more than its
+    last part, which tells nobody where it lies; else the demo's name."""
+    if settings.served_model_name:
+        return settings.served_model_name[0]
+    given = settings.model or _DEMO_NAME
+    path = os.path.expanduser(given)
+    return (os.path.basename(os.path.abspath(path)) or given) if os.path.exists(path) else given
 
 
 def demo_weights() -> Path:

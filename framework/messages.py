@@ -127,6 +127,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     step: int = 0
     running: int = 0
     waiting: int = 0
+    """All others that are unfinished: sequences, as `running`; those of one prompt each by itself."""
     kv_blocks: int = 0
     kv_holding: int = 0
     kv_reserved: int = 0
@@ -156,7 +157,7 @@ class EngineStats(msgspec.Struct, array_like=True):
         return cls(
             step=steps,
             running=len(planner.view.running),
-            waiting=len(planner.view.queued),
+            waiting=planner.view.total - len(planner.view.running),
             kv_blocks=usage.total,
             kv_holding=usage.holding,
             kv_reserved=usage.reserved,

@@ -92,7 +92,9 @@ class Settings(BaseSettings):
     model: str | None = setting(None, "Model", "Directory, .gguf file or hub id. Default: the installed demo weights.")
     revision: str | None = setting(None, "Model", "Branch, tag or commit of a hub model.")
     served_model_name: Annotated[tuple[str, ...], NoDecode] = setting(
-        (), "Model", "Name clients use; repeatable, the first is shown. Default: the value of --model."
+        (),
+        "Model",
+        "Name clients use; repeatable, the first is shown. Default: the value of --model, of a path its last part.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto",
@@ -146,7 +148,9 @@ class Settings(BaseSettings):
         "none", "Server", "vllm: /metrics has what there is under vLLM's names, too, for dashboards and gateways."
     )
     max_queued_requests: Annotated[int, Field(ge=1, le=_INT32)] = setting(
-        1024, "Server", "Most requests that wait for their first token; further ones are refused with 429."
+        1024,
+        "Server",
+        "Most sequences (choices of prompts) that wait for their first token; further ones are refused with 429.",
     )
     max_queued_tokens: Annotated[int | None, Field(ge=1, le=_INT64)] = setting(
         None, "Server", "Most prompt tokens of requests that wait for their first token; default: no limit."

@@ -50,6 +50,8 @@ class Serving(NamedTuple):
     """Its further names."""
     tool_parser: type[ToolParser] | None = None
     """What reads the calls of tools in its answers; None: nothing is known that could."""
+    given: str | None = None
+    """--model, where no other names are given: accepted as a name, too, and told to nobody, as it may be a path."""
 
     @property
     def names(self) -> list[str]:
@@ -58,7 +60,7 @@ class Serving(NamedTuple):
 
     def check_model(self, name: str | None) -> None:
         """Raise `UnknownModel` unless `name` is one of the served model's, or left out: see `NO_NAME`."""
-        if name is not None and name not in NO_NAME and name not in self.names:
+        if name is not None and name not in NO_NAME and name not in (*self.names, self.given):
             raise unknown_model(name, self.names)
 
 

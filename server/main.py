@@ -250,7 +250,8 @@ class _Run:
         checkpoint, tokenizer, tool_parser = opened
         inputs = InputProcessor(checkpoint, tokenizer, info)
         names, now = self._settings.served_model_name, int(time.time())
-        serving = Serving(self._client, inputs, tokenizer, info.model, now, names, tool_parser)
+        given = None if names else self._settings.model
+        serving = Serving(self._client, inputs, tokenizer, info.model, now, names, tool_parser, given)
         app = create_app(serving, self._plugins, self._keys)
         gc.collect()
         gc.freeze()  # all that stays: looking through it again would stop every stream for 0.1 s now and then

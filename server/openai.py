@@ -325,9 +325,10 @@ def router(serving: Serving) -> APIRouter:
         return JSONResponse({"object": "list", "data": list(cards.values())})
 
     async def model(name: str) -> Response:
-        if name not in cards:
+        shown = serving.model if name == serving.given else name
+        if shown not in cards:
             raise unknown_model(name, serving.names)
-        return JSONResponse(cards[name])
+        return JSONResponse(cards[shown])
 
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return reply(_Completion, body, request)

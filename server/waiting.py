@@ -60,7 +60,7 @@ class Waiting:
         if not self._tokens:
             return
         if len(self) + requests > self.max_requests:
-            limit, waits = f"--max-queued-requests {self.max_requests}", f"{len(self)} requests"
+            limit, waits = f"--max-queued-requests {self.max_requests}", f"{len(self)} sequences"
         elif self._max_tokens is not None and self.tokens + tokens > self._max_tokens:
             limit, waits = f"--max-queued-tokens {self._max_tokens}", f"{self.tokens} tokens"
         else:

@@ -131,6 +131,7 @@ def running(
                 0,
                 settings.served_model_name,
                 select_parser(settings, plugins, tokenizer),
+                None if settings.served_model_name else settings.model,
             )
             config = http_config(create_app(serving, plugins, keys), settings)
             config.timeout_graceful_shutdown = 5

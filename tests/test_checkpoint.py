@@ -112,7 +112,14 @@ class TestOverrides:
         assert str(error.value).startswith(f"--chat-template {file}")
 
     def test_display_name(self, copy: Path) -> None:
-        assert display_name(Settings(model=str(copy))) == str(copy)
+        name = copy.name
+        for path in (str(copy), f"{copy}/", f"{copy}//", f"{copy}/../{name}", os.path.relpath(copy)):
+            assert display_name(Settings(model=path)) == name
+        assert display_name(Settings(model=str(copy / "config.json"))) == "config.json"
+        (copy.parent / "latest").symlink_to(copy)
+        assert display_name(Settings(model=str(copy.parent / "latest"))) == "latest"
+        for elsewhere in ("org/name", "name", "/no/such/folder", "~nobody-here/m", "m\0", "a" * 5000):
+            assert display_name(Settings(model=elsewhere)) == elsewhere
         assert display_name(Settings(model=str(copy), served_model_name="mine")) == "mine"
         assert display_name(Settings()) == "SmolLM2-135M-Instruct"
 

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 from serving import Running, eventually, running
-from test_prometheus import Client, served
+from test_prometheus import Client, record, served
 
 from framework.settings import Settings
 
@@ -88,13 +88,56 @@ def test_names_types_and_labels(server: Running) -> None:
                 assert sample.labels.items() >= LABELS.items(), sample
             if family.type == "counter":
                 assert sample.name == f"vllm:{name}_total"
-    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
-    answer = server.http.get("/metrics", headers=accept)
-    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
-    open_metrics = {family.name: family.type for family in parse_openmetrics(answer.text)}
-    assert {name.removeprefix("vllm:"): kind for name, kind in open_metrics.items() if "vllm:" in name} == {
-        name: family.type for name, family in found.items()
-    }
+
+
+OPEN = "application/openmetrics-text"
+PROMETHEUS_2 = f"{OPEN};version=1.0.0;q=0.5,{OPEN};version=0.0.1;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+PROMETHEUS_3 = (
+    f"{OPEN};version=1.0.0;escaping=allow-utf-8;q=0.5,{OPEN};version=0.0.1;q=0.4,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        (PROMETHEUS_2, f"{OPEN}; version=1.0.0; charset=utf-8; escaping=underscores"),
+        (PROMETHEUS_3, f"{OPEN}; version=1.0.0; charset=utf-8; escaping=allow-utf-8"),
+        (OPEN, f"{OPEN}; version=1.0.0; charset=utf-8"),
+        (f"{OPEN}; version=0.0.1", "text/plain; version=0.0.4; charset=utf-8"),
+        (f"{OPEN}; version=nonsense", "text/plain; version=0.0.4; charset=utf-8"),
+        (f"{OPEN}; version=1.0.0; escaping=underscores", f"{OPEN}; version=1.0.0; charset=utf-8; escaping=underscores"),
+        (f"{OPEN}; version=1.0.0; escaping=dots", f"{OPEN}; version=1.0.0; charset=utf-8; escaping=underscores"),
+        (f"{OPEN}; version=1.0.0;escaping=values", f"{OPEN}; version=1.0.0; charset=utf-8; escaping=underscores"),
+        ("text/plain", "text/plain; version=0.0.4; charset=utf-8"),
+        ("text/plain; version=1.0.0", "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"),
+        (
+            "text/plain; version=1.0.0; escaping=allow-utf-8",
+            "text/plain; version=1.0.0; charset=utf-8; escaping=allow-utf-8",
+        ),
+        ("text/plain;version=1.0.0;escaping=dots", "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"),
+        ("*/*", "text/plain; version=0.0.4; charset=utf-8"),
+    ],
+)
+def test_the_same_names_whatever_a_scraper_accepts(server: Running, accept: str, kind: str) -> None:
+    """Families and samples: TYPE and HELP are of those that follow them."""
+    quiet(server)
+    answer = server.http.get("/metrics", headers={"accept": accept})
+    assert answer.headers["content-type"] == kind
+    read = parse_openmetrics if kind.startswith(OPEN) else parse
+    plain = parse(server.http.get("/metrics").text)
+    found, expected = (
+        {
+            family.name: (family.type, family.documentation, {(s.name, *s.labels.items()) for s in family.samples})
+            for family in every
+            if "vllm" in family.name
+        }
+        for every in (read(answer.text), plain)
+    )
+    assert found == expected and set(found) == {f"vllm:{name}" for names in TYPES.values() for name in names}
+    endings = {"counter": {"_total"}, "gauge": {""}, "histogram": {"_bucket", "_count", "_sum"}}
+    for name, (type, _, samples) in found.items():
+        assert {sample for sample, *_ in samples} == {name + ending for ending in endings[type]}
 
 
 def test_what_a_gateway_reads(server: Running) -> None:
@@ -177,6 +220,43 @@ def test_several_choices_and_refusals(server: Running) -> None:
     assert gain["generation_tokens_total"] == 24 and gain["e2e_request_latency_seconds_count"] == 1
     assert reasons(server) == {**ends, "length": ends["length"] + 6}
     assert set(ends) == {"stop", "length", "abort", "error"} and ends["error"] == 0
+
+
+def test_calls_of_tools_are_stops(server: Running) -> None:
+    """Of the reasons that clients are told only this one is unknown there."""
+    plugin = _prometheus(Settings(metrics_compat="vllm"))
+    plugin.response_done(record(finish_reasons=["tool_calls", "stop", "length", "tool_calls"]))
+    plugin.response_done(record(finish_reasons=["abort"], status=499))
+    plugin.response_done(record(finish_reasons=[], error="gone", status=503))
+    text = served(plugin, Client(info=server.engine.info)).get("/metrics").text
+    (family,) = (family for family in parse(text) if family.name == "vllm:request_success")
+    found = [(sample.labels["finished_reason"], sample.value) for sample in family.samples]
+    assert sorted(found) == [("abort", 1), ("error", 1), ("length", 1), ("stop", 3)]
+
+
+def test_what_waits_is_counted_as_the_queue_does(server: Running) -> None:
+    """Each sequence, whether it has forked off already or not; those that run are in the other gauge."""
+    quiet(server)
+
+    def gauges() -> tuple[float, float]:
+        now = values(server)
+        return now["num_requests_running"], now["num_requests_waiting"]
+
+    def ask(name: str, n: int) -> None:
+        body = {"prompt": "The", "max_tokens": 400, "ignore_eos": True, "n": n}
+        server.http.post("/v1/completions", json=body, headers={"X-Request-Id": name})
+
+    first, second = (threading.Thread(target=ask, args=(name, n)) for name, n in (("first", 6), ("second", 8)))
+    first.start()
+    eventually(lambda: gauges() == (4, 2))
+    second.start()
+    eventually(lambda: gauges() == (4, 10) and len(server.engine.waiting) == 10)
+    text = server.http.get("/metrics").text
+    assert "framework_requests_running 4.0\n" in text and "framework_requests_waiting 10.0\n" in text
+    server.post("/abort_requests", request_ids=["first", "second"])
+    for thread in (first, second):
+        thread.join(30)
+    eventually(lambda: gauges() == (0, 0))
 
 
 def test_an_aborted_load_leaves_nothing_behind(server: Running) -> None:

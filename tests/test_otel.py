@@ -275,6 +275,21 @@ def test_links_end_after_the_step_that_ended_the_request() -> None:
     assert [len(span.links) for span in rig.spans()] == [1, 0]
 
 
+def test_requests_of_no_step_are_not_kept() -> None:
+    """Those that were refused on arrival, and those that end while no step does."""
+    rig = Rig()
+    for number in range(1000):
+        rig.plugin.request_done(request(f"refused {number}"))
+    assert not rig.plugin._ended and not rig.plugin._traces
+    rig.plugin.arrived(request("lives"))
+    for number in range(1000):
+        rig.plugin.arrived(request(f"{number}"))
+        rig.plugin.request_done(request(f"{number}"))
+    assert len(rig.plugin._ended) <= 128 and len(rig.plugin._traces) <= 129
+    rig.plugin.step_done(Plan(1), StepResult(1), Timings(1, 2, []))
+    assert not rig.plugin._ended and list(rig.plugin._traces) == ["lives"]
+
+
 @pytest.mark.parametrize(("every", "traced"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (0, []), (100, [])])
 def test_every_nth_step_is_traced(every: int, traced: list[int]) -> None:
     rig = Rig(step_sampling=every)

@@ -45,6 +45,40 @@ def test_every_name_is_accepted_and_the_first_shown(server: Running, path: str) 
     assert message == "model: 'fourth' is not served here; available: echo, org/second, third"
 
 
+def test_a_path_is_told_to_nobody(tiny_llama: Path) -> None:
+    """Its last part is the name, and the whole is accepted: whoever starts the server may well ask by it."""
+    given = f"{tiny_llama}/"
+    settings = Settings(model=given, executor="scripted", metrics_compat="vllm", kv_blocks=64)
+    with running(settings) as server:
+        name, answers = tiny_llama.name, []
+        for path in (name, given, f"%2F{given[1:-1]}%2F"):
+            answers.append(server.http.get(f"/v1/models/{path}"))
+            assert answers[-1].json()["id"] == answers[-1].json()["root"] == name
+        for body in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+            route = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+            for model in (name, given):
+                answers.append(server.post(route, **body, model=model, max_tokens=2))
+                assert answers[-1].json()["model"] == name
+                answers.append(server.post(route, **body, model=model, max_tokens=2, stream=True))
+                assert {chunk["model"] for chunk in events(answers[-1])} == {name}
+            answers.append(server.post(route, **body, model="other"))
+            message = f"model: 'other' is not served here; available: {name}"
+            assert check_error(answers[-1], 404, "model") == message
+        answers.append(server.post("/generate", inputs="a", parameters={"max_new_tokens": 2}))
+        gets = [path for path, methods in server.http.get("/openapi.json").json()["paths"].items() if "get" in methods]
+        answers += [server.http.get(path) for path in (*gets, "/openapi.json", "/docs", "/v1/models/other")]
+        assert server.http.get("/info").json()["model_id"] == name
+        metrics = server.http.get("/metrics").text
+        assert f',model="{name}",' in metrics and f'model_name="{name}"' in metrics
+        assert not [answer.url for answer in answers if str(tiny_llama.parent) in answer.text + str(answer.headers)]
+
+
+def test_where_names_are_given_there_are_no_others(server: Running, tiny_llama: Path) -> None:
+    for name in (str(tiny_llama), tiny_llama.name):
+        check_error(server.post("/v1/completions", prompt="a", model=name), 404, "model")
+        check_error(server.http.get(f"/v1/models/{name}"), 404, "model")
+
+
 def test_ready_until_no_more_should_come(server: Running) -> None:
     assert server.http.get("/ready").status_code == 200
     server.supervisor.draining = "the server is shutting down"

@@ -97,7 +97,7 @@ async def test_no_two_take_the_last_place(server: Running) -> None:
         assert waiting(server) == (REQUESTS, REQUESTS)
         for route, body in GENERATING:
             for stream in (True, False):
-                check_full(server.post(f"/v1/{route}", stream=stream, **body), f"{REQUESTS} requests wait")
+                check_full(server.post(f"/v1/{route}", stream=stream, **body), f"{REQUESTS} sequences wait")
         with pytest.raises(openai.RateLimitError):
             server.openai.completions.create(model="echo", prompt="a")
         tasks.pop().cancel()
@@ -119,7 +119,7 @@ async def test_who_waits_for_a_grammar_has_a_place(server: Running) -> None:
                 check_full(task.result(), f"--max-queued-requests {REQUESTS}")
         assert waiting(server) == (REQUESTS, 0) and server.supervisor.load == REQUESTS
         assert (await client.get("/load")).json() == {"server_load": REQUESTS}
-        check_full(await client.post("/v1/completions", json={"prompt": [5]}), f"{REQUESTS} requests wait")
+        check_full(await client.post("/v1/completions", json={"prompt": [5]}), f"{REQUESTS} sequences wait")
         tasks.pop().cancel()
         await asyncio.to_thread(eventually, lambda: waiting(server) == (REQUESTS - 1, 0))
         assert (await client.post("/v1/completions", json={"prompt": [5]})).status_code == 200

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ class Otel:
         self._epoch = _epoch(time.monotonic_ns)
         self._engine_epoch = self._epoch  # of the executor's clock
         self._traces: dict[str, str] = {}  # traceparent by request id, for the links of steps
-        self._ended: list[str] = []  # requests that no step after the current one has
+        self._ended: deque[str] = deque()  # requests that no step after the current one has
         self._ids = _PresetIds()
         resource: dict[str, AttributeValue] = {
             "service.name": os.environ.get("OTEL_SERVICE_NAME", "framework"),
@@ -137,7 +138,10 @@ class Otel:
 
     @hookimpl
     def request_done(self, request: Request) -> None:
-        self._ended.append(request.id)
+        if request.id in self._traces:  # not if it was refused on arrival
+            self._ended.append(request.id)
+            if len(self._ended) > _MAX_LINKS:  # more than a step names, or none comes to its end
+                self._traces.pop(self._ended.popleft(), None)
         parent = _context(request.trace)
         if not _sampled(parent):
             return

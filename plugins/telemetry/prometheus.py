@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import choose_encoder, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from framework import Delivery, ResponseRecord, __version__, hookimpl
@@ -28,6 +30,8 @@ _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4
 _E2E = tuple(0.01 * 2**k for k in range(16))
 _TOKENS = tuple(2**k for k in range(18))
 _FEW = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
+_RESPELT = re.compile(r";\s*escaping=(?:dots|values)")
+"""Asks for names in which even underscores are written in another way."""
 
 
 class EngineClient(Protocol):
@@ -82,8 +86,15 @@ class Prometheus:
         router = APIRouter()
 
         async def metrics(request: Request) -> Response:
-            encode, content_type = choose_encoder(request.headers.get("accept", ""))
-            return Response(encode(exposed), media_type=content_type)
+            accept = _RESPELT.sub("", request.headers.get("accept", ""))
+            try:
+                content_type = choose_encoder(accept)[1]
+            except TypeError:  # it asks for a version that is no number
+                content_type = choose_encoder("")[1]
+            # No name needs to be escaped. The library's other ways do so all the same with the colon of vLLM's, and in
+            # OpenMetrics with those of samples only.
+            encode = openmetrics.generate_latest if "openmetrics" in content_type else generate_latest
+            return Response(encode(exposed, escaping=openmetrics.ALLOWUTF8), media_type=content_type)
 
         # `from __future__ import annotations` hides the local name Request from FastAPI: pass it as an object.
         metrics.__annotations__ = {"request": Request}
@@ -158,8 +169,8 @@ class _EngineCollector(Collector):
 
         yield gauge("engine_up", "1 while the engine process is alive.", float(self._client.alive))
         yield counter("engine_restarts", "Engine processes that took the place of one that ended.", stats.restarts)
-        yield gauge("requests_running", "Requests in the running batch.", stats.running)
-        yield gauge("requests_waiting", "Requests waiting for admission.", stats.waiting)
+        yield gauge("requests_running", "Sequences in the running batch.", stats.running)
+        yield gauge("requests_waiting", "Sequences that the engine has and does not run.", stats.waiting)
         yield gauge(
             "kv_cache_usage",
             "Share of KV blocks in use by running requests, 0 to 1.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -94,9 +95,14 @@ def _derived(ours: dict[str, Metric], labels: dict[str, str]) -> Iterator[Metric
     yield counter("prompt_tokens", "Prompt tokens computed, again or not, or found in the prefix cache.", prompts)
     yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", prompts)
     ends = CounterMetricFamily("vllm:request_success", "Outputs that ended.", labels=[*labels, "finished_reason"])
+    reasons = defaultdict[str, float](float, error=0.0)
     for sample in ours["request_success"].samples:
         if sample.name.endswith("_total"):
-            ends.add_metric([*labels.values(), sample.labels["finish_reason"]], sample.value)
-    failed = (s for s in ours["requests_failed"].samples if s.name.endswith("_total") and s.labels["status"] >= "500")
-    ends.add_metric([*labels.values(), "error"], sum(sample.value for sample in failed))
+            reason = sample.labels["finish_reason"]
+            reasons["stop" if reason == "tool_calls" else reason] += sample.value
+    for sample in ours["requests_failed"].samples:
+        if sample.name.endswith("_total") and sample.labels["status"] >= "500":
+            reasons["error"] += sample.value
+    for reason, value in reasons.items():
+        ends.add_metric([*labels.values(), reason], value)
     yield ends
