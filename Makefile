@@ -1,5 +1,5 @@
 # `make serve` and `make test` do everything on a fresh machine with make, Python 3.11+ and venv.
-#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130   another build of torch (remembered)
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu     another build of torch than PyPI's (remembered)
 #   make serve ARGS="--port 9000 --scheduler fcfs"                  flags for `framework serve`
 #   make test PYTEST_ARGS="-k planner" WORKERS=8                    arguments for pytest, and its processes
 PYTHON ?= python3

@@ -8,6 +8,7 @@ as the server does; exporting them is left out, as a thread of its own does it.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +57,7 @@ def microseconds(call: Callable[[], object], calls: int, between: Callable[[], o
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     header()
     plugins = load_plugins([("idle", Idle())])
     request, plan, result = Request("r", [1], SamplingParams()), Plan(1), StepResult(1)

@@ -1,9 +1,12 @@
-"""The table of benchmarks/policies.py, on a trace so small that its figures can be worked out."""
+"""The table of benchmarks/policies.py, on a trace so small that its figures can be worked out; what asks for help runs
+nothing."""
 
 from __future__ import annotations
 
 import argparse
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from heapq import heapreplace
 from pathlib import Path
@@ -36,6 +39,13 @@ def options(policies: ModuleType, tmp_path: Path) -> Callable[..., argparse.Name
         return found
 
     return make
+
+
+@pytest.mark.parametrize("name", ["hooks.py", "frontend.py"])
+def test_help_runs_nothing(name: str) -> None:
+    done = subprocess.run([sys.executable, BENCHMARKS / name, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}")
+    assert "CPUs" not in done.stdout  # the line that every run begins with
 
 
 def test_the_load_is_the_slice_of_the_trace(policies: ModuleType, options: Callable[..., Any]) -> None:

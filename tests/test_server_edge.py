@@ -76,6 +76,27 @@ def test_links_have_the_prefix(server: Running, prefix: str) -> None:
         assert http.get(httpx.URL(f"{server.url}/llm/docs").join(link), headers=KEY).status_code == 200
 
 
+@pytest.mark.parametrize(("location", "upstream"), [("/llm/", "/llm/"), ("/llm/", "/"), ("/", "/")])
+def test_the_documented_proxy_closes_what_only_operators_need(server: Running, location: str, upstream: str) -> None:
+    """With the prefix left in the path, taken away, and without one in the proxy: the rule of docs/deployment.md, with
+    a model of what nginx does, which is to take a path as it is once its slashes are merged."""
+    page = Path(__file__).parents[1].joinpath("docs/deployment.md").read_text("utf-8")
+    (rule,) = re.findall(r"^ +location ~ (\S+) \{\n +return 404;", page, re.MULTILINE)
+    seen, closed = set(), set()
+    for before in ("", "/llm", "/llm/llm", "/llm/llm/llm", "/llm/x/llm", "/llm/v1"):
+        for route in ("/metrics", "/load", "/abort_requests", "/health", "/v1/models"):
+            path = before + route
+            if not path.startswith(location):
+                continue
+            if re.search(rule, path):
+                closed.add(path)
+                continue
+            answer = server.http.get(upstream + path.removeprefix(location), headers=KEY)
+            if answer.status_code != 404:
+                seen.add(route)
+    assert seen == {"/health", "/v1/models"} and closed
+
+
 def test_without_a_prefix_there_is_none(tiny_llama: Path) -> None:
     settings = Settings(model=str(tiny_llama), served_model_name="echo")
     with running(settings, extra=[("links", Links())], spawn=EchoProcess) as server:
