@@ -18,6 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from .errors import InvalidRequest, brief
+from .json_schema import followed
 from .types import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -40,16 +41,6 @@ WALKS = 6
 """Outputs that a grammar is tried out with: every second one repeats its tokens while it can."""
 REHEARSED = 256
 """Tokens of each of them."""
-_UNENFORCED = {
-    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependencies"),
-    *("dependentRequired", "dependentSchemas", "$dynamicRef", "$recursiveRef"),
-}
-"""Keywords of JSON Schema that the library passes over: what it lets through would break them."""
-_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
-_SCHEMAS = {
-    *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "prefixItems", "unevaluatedItems"),
-    *("anyOf", "oneOf", "allOf"),
-}
 
 
 class Vocabulary(msgspec.Struct, array_like=True):
@@ -197,9 +188,8 @@ class Compiler:
             case "grammar":
                 grammar = Grammar.from_ebnf(str(wanted.grammar))
             case _:
-                for schema in _within(json.loads(str(wanted.structural_tag))):
-                    _check_schema(schema)
-                grammar = Grammar.from_structural_tag(str(wanted.structural_tag))
+                tag = _with_forms(json.loads(str(wanted.structural_tag)))
+                grammar = Grammar.from_structural_tag(json.dumps(tag, ensure_ascii=False))
         json_inside = wanted.json is not None or wanted.json_object or wanted.structural_tag is not None
         return self._compiler.compile_grammar(_mended(grammar, json_inside))
 
@@ -207,7 +197,7 @@ class Compiler:
 def _of_schema(text: str, compact: bool) -> xgrammar.Grammar:
     from xgrammar import Grammar
 
-    _check_schema(json.loads(text))
+    text = json.dumps(followed(json.loads(text)), ensure_ascii=False)
     options: dict[str, Any] = {"any_whitespace": not compact}
     if compact:
         options["separators"] = (",", ":")
@@ -257,43 +247,13 @@ def _refusing(wanted: StructuredOutputs) -> Iterator[None]:
         raise refusal(wanted, reason) from None
 
 
-def _check_schema(schema: object) -> None:
-    """Raise `ValueError` for what the library would pass over."""
-    for keyword, value in _keywords(schema):
-        if keyword in _UNENFORCED and value is not False:
-            raise ValueError(f"the keyword {keyword!r} is not supported")
-        if keyword == "$ref" and not str(value).startswith("#"):
-            raise ValueError(f"$ref {brief(repr(value), 80)}: only those within the schema are supported")
-        if keyword == "allOf" and isinstance(value, list) and len(value) > 1:
-            raise ValueError("allOf of more than one schema is not supported; merge them")
-
-
-def _keywords(schema: object) -> Iterator[tuple[str, Any]]:
-    """Every keyword of a JSON schema and of those within it, with its value."""
-    left = [schema]
-    while left:
-        one = left.pop()
-        if isinstance(one, list):
-            left += one
-        elif isinstance(one, dict):
-            yield from one.items()
-            for key, value in one.items():
-                if key in _BY_NAME and isinstance(value, dict):
-                    left += value.values()
-                elif key in _SCHEMAS:
-                    left.append(value)
-
-
-def _within(tag: object) -> Iterator[object]:
-    """The JSON schemas of a structural tag."""
-    left = [tag]
-    while left:
-        one = left.pop()
-        if isinstance(one, list):
-            left += one
-        elif isinstance(one, dict):
-            left += [value for key, value in one.items() if key != "json_schema"]
-            yield one.get("json_schema")
+def _with_forms(tag: Any) -> Any:
+    """A structural tag whose JSON schemas are in the form that is followed."""
+    if isinstance(tag, list):
+        return [_with_forms(one) for one in tag]
+    if isinstance(tag, dict):
+        return {key: followed(value) if key == "json_schema" else _with_forms(value) for key, value in tag.items()}
+    return tag
 
 
 def _literal(text: str) -> str:
