@@ -1,5 +1,5 @@
-"""Whatever comes out of the grammar of a schema is valid, as `jsonschema_rs` has it, whose regular expressions are those of
-ECMAScript; what cannot be so is refused."""
+"""Whatever comes out of the grammar of a schema is valid, as `jsonschema_rs` has it, whose regular expressions are
+those of ECMAScript; what cannot be so is refused."""
 
 from __future__ import annotations
 

@@ -272,9 +272,9 @@ def test_memory_is_bounded(server: Running) -> None:
     fine(server)
     [process] = trials()
     before, most = process.memory_info().rss, 0
-    nested = '{"type":"array","items":' * 900 + "{}" + "}" * 900
+    wide = {"properties": {f"p{i}": {} for i in range(400)}, "minProperties": 200}
     with ThreadPoolExecutor(1) as client:
-        bomb = client.submit(refused, server, "structured_outputs", structured_outputs={"json": nested})
+        bomb = client.submit(refused, server, "structured_outputs", structured_outputs={"json": wide})
         while not bomb.done():
             for one in trials():
                 with contextlib.suppress(psutil.NoSuchProcess):
