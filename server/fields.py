@@ -181,12 +181,11 @@ class Absent(BaseModel):
     length_penalty: Annotated[Any, Only("is for beam search, which is not supported", 1, 1.0)] = None
     logprob_token_ids: Annotated[Any, Only("log-probabilities of chosen tokens are not supported", [])] = None
     repetition_detection: Annotated[Any, Only("is not supported")] = None
-    thinking_token_budget: Annotated[Any, Only("is not supported")] = None
+    thinking_token_budget: Annotated[Any, Only("is not supported", -1)] = None
     watermarking: Annotated[Any, Only("watermarks are not supported", False)] = None
     prompt_embeds: Annotated[Any, Only("embeddings as prompts are not supported")] = None
     kv_transfer_params: Annotated[Any, Only("transfer of KV caches is not supported")] = None
     ec_transfer_params: Annotated[Any, Only("transfer of encoder caches is not supported")] = None
-    vllm_xargs: Annotated[Any, Only("has another name here: plugins read `extra`", {})] = None
     custom_logit_processor: Annotated[Any, Only("is not supported: logits processors are plugins here")] = None
     return_token_offsets: Annotated[Any, Only("is not supported: text_offset is among the logprobs", False)] = None
     return_prompt_text: Annotated[Any, Only("is not supported: use echo", False)] = None

@@ -209,7 +209,8 @@ class Generation:
         """
         record, tokenizer = self.record, self.serving.tokenizer
         record.attributes = _attributes(ask)
-        _check_extra(ask.extra)
+        with _naming(ask):
+            _check_extra(ask.extra)
         routing = self.serving.inputs.routing(ask.priority, self._tenant(ask), ask.cache_salt)
         async with self.serving.client.prepare(record, routing.tenant):
             if ask.truncate is not None:

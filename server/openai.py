@@ -189,16 +189,17 @@ class _Completion(_Reply):
         piece = {"index": choice.index, "text": text, "logprobs": logprobs}
         if request.return_token_ids:
             piece |= {"token_ids": list(new.tokens)} | ({"prompt_token_ids": choice.prompt} if first else {})
-        return piece
+        return piece | (self.prompt_logprobs(choice) if first else {})
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        return self._piece(choice, choice, "".join(choice.text), True) | self.prompt_logprobs(choice)
+        return self._piece(choice, choice, "".join(choice.text), True)
 
     def deltas(self, choice: Choice, delta: Delta) -> Iterator[dict[str, Any]]:
         first = self.first(choice)
         piece = self._piece(choice, delta, delta.text, first)
-        echoed = first and bool(self._echoes)  # the prompt's tokens are told even if they have no text
-        if piece["text"] or delta.logprobs or delta.finish_reason is not None or self.every_token or echoed:
+        # what is told of the prompt's tokens is told even if they have no text
+        prompt = first and (bool(self._echoes) or self.request.prompt_logprobs is not None)
+        if piece["text"] or delta.logprobs or delta.finish_reason is not None or self.every_token or prompt:
             yield {**piece, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
 
@@ -270,11 +271,10 @@ class _Chat(_Reply):
     def events(self, choice: Choice, delta: Delta) -> Iterable[dict[str, Any]]:
         fresh = self.first(choice)
         if fresh:
-            empty = "" if self._tools is None else None
-            greeting = self._chunk(self._delta(choice, {"role": "assistant", "content": empty}))
+            greeting = self._chunk(self._delta(choice, {"role": "assistant", "content": ""}))
             if self.request.return_token_ids:
                 greeting["prompt_token_ids"] = choice.prompt
-            yield greeting
+            yield greeting | self.prompt_logprobs(choice)
             if self.request.prefix:
                 yield self._chunk(self._delta(choice, {"content": self.request.prefix}))
         yield from super().events(choice, delta)

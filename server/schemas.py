@@ -82,10 +82,20 @@ _BIASES = {
     ]
 }
 _KEPT = {"type": "integer", "anyOf": [{"const": -1}, {"minimum": 1}]}
+_TEXTS = ("text", "refusal")
+"""Types of parts that are texts, and the names under which those have them."""
 _PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
+    "anyOf": [
+        {"type": "string"},
+        *(
+            {
+                "type": "object",
+                "properties": {"type": {"const": kind}, kind: {"type": "string"}},
+                "required": ["type", kind],
+            }
+            for kind in _TEXTS
+        ),
+    ]
 }
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, _NULL]}
 
@@ -138,15 +148,22 @@ def _content(value: object) -> str | None:
     """Text, or text parts joined by newlines."""
     if value is None or isinstance(value, str):
         return value if value is None else valid_text(value)
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+    if not isinstance(value, list):
         raise ValueError("must be a string or a list of parts")
-    for part in value:
-        if part.get("type") != "text":
-            kind = brief(repr(part.get("type")), 40)
-            raise ValueError(f"parts of type {kind} are not supported: this server reads parts of type 'text' only")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("parts of type 'text' must have a string as their 'text'")
-    return "\n".join(valid_text(part["text"]) for part in value)
+    return "\n".join(valid_text(part if isinstance(part, str) else _text(part)) for part in value)
+
+
+def _text(part: object) -> str:
+    if not isinstance(part, dict):
+        raise ValueError("must be a string or a list of parts")
+    kind = part.get("type")
+    if kind not in _TEXTS:
+        what = brief(repr(kind), 40)
+        raise ValueError(f"parts of type {what} are not supported: this server reads 'refusal' and 'text' only")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise ValueError(f"parts of type '{kind}' must have a string as their '{kind}'")
+    return text
 
 
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD), AfterValidator(valid_text)]
@@ -194,13 +211,21 @@ class GenerationRequest(Absent, Sender):
     return_tokens_as_token_ids: bool | None = None
     response_format: Annotated[dict[str, Any], RESPONSE_FORMAT] | None = None
     structured_outputs: Annotated[dict[str, Any], STRUCTURED_OUTPUTS] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    """`extra`, as vLLM's clients spell it."""
 
     def check(self) -> None:
         """What types cannot say. Raises `InvalidRequest`."""
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
             raise InvalidRequest("stream_options", "stream_options needs stream: true")
-        if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs", "prompt_logprobs excludes stream: true; leave out one of them")
+        if self.stream and self.prompt_logprobs:
+            raise InvalidRequest(
+                "prompt_logprobs", "prompt_logprobs above 0 excludes stream: true; leave out one of them"
+            )
+        if self.extra and self.vllm_xargs and self.extra != self.vllm_xargs:
+            raise InvalidRequest(
+                "vllm_xargs", "vllm_xargs is another name of extra, which differs; leave out one of them"
+            )
         n = self.n or 1
         if self.best_of is not None and self.best_of < n:
             raise InvalidRequest("best_of", f"best_of must be at least n ({n}), got {self.best_of}")
@@ -220,13 +245,17 @@ class GenerationRequest(Absent, Sender):
         fields["structured_outputs"] = structured_outputs(self.response_format, self.structured_outputs)
         return {name: value for name, value in fields.items() if value is not None}
 
+    def sender(self) -> dict[str, Any]:
+        return super().sender() | {"extra": self.extra or self.vllm_xargs}
+
     def ask(self) -> Ask:
         keep = self.truncate_prompt_tokens
         return Ask(
             self.sampling(),
             self.n or 1,
             names={"truncate": "truncate_prompt_tokens"}
-            | ({} if self.structured_outputs is not None else {"structured_outputs": "response_format"}),
+            | ({} if self.structured_outputs is not None else {"structured_outputs": "response_format"})
+            | ({} if self.extra else {"extra": "vllm_xargs"}),
             best_of=self.best_of or 0,
             truncate=None if keep is None else Cut(keep, self.truncation_side or "left"),
             **self.sender(),
@@ -390,20 +419,23 @@ class ChatTokenizeRequest(Chat):
 
 
 class TokenizeRequest(ChatTokenizeRequest):
-    """Of a prompt or of messages."""
+    """Of a prompt, of messages, or of `inputs`."""
 
     messages: Messages | None = None  # type: ignore[assignment]
     prompt: Annotated[str, AfterValidator(valid_text)] | None = None
     add_special_tokens: bool | None = None
     """Left out: true for a prompt, false for a chat, whose template has its own."""
     return_token_strs: bool | None = None
+    inputs: Annotated[str, AfterValidator(valid_text)] | None = None
+    """A prompt, as TGI's clients send it: the answer then is TGI's, too."""
 
     def check(self) -> None:
         super().check()
-        if self.prompt is None and self.messages is None:
-            raise InvalidRequest("prompt", "prompt: is required, or else messages")
-        if self.prompt is not None and self.messages is not None:
-            raise InvalidRequest("messages", "messages and prompt exclude one another; leave out one of them")
+        given = [name for name in ("prompt", "messages", "inputs") if getattr(self, name) is not None]
+        if not given:
+            raise InvalidRequest("prompt", "prompt: is required, or else messages or inputs")
+        if len(given) > 1:
+            raise InvalidRequest(given[1], f"{' and '.join(given)} exclude one another; leave out all but one of them")
 
 
 class DetokenizeRequest(Body):

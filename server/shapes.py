@@ -105,6 +105,7 @@ class Completion(Envelope):
 class CompletionPiece(Piece):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -166,7 +167,7 @@ class ChatCompletion(Envelope):
 
 class MessageDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str | None]
+    content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -179,6 +180,7 @@ class ChatCompletionChunk(Envelope):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatPiece]
     usage: NotRequired[Usage | None]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
     prompt_token_ids: NotRequired[list[int]]
 
 

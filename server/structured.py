@@ -10,15 +10,17 @@ from pydantic import WithJsonSchema
 
 from framework import InvalidRequest, StructuredOutputs
 
-_FORMATS = "text, json_object, json_schema and structural_tag"
+_FORMATS = ("text", "json", "json_object", "json_schema", "regex", "structural_tag")
 _UNSUPPORTED: dict[str, tuple[bool, ...]] = {"whitespace_pattern": (), "disable_additional_properties": (False,)}
 """What would change the output if it were ignored, and values beside null that ask for nothing."""
+COMPACT = {"disable_any_whitespace": True}
+"""Of JSON that is asked for as TGI's clients do: a model could go on with blanks for ever."""
 RESPONSE_FORMAT = WithJsonSchema(
     {
         "type": "object",
         "properties": {
-            "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
-            "value": {"type": "object"},
+            "type": {"enum": list(_FORMATS)},
+            "value": {"type": ["object", "string"]},
             "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]},
             "format": {"type": "object"},
         },
@@ -61,21 +63,27 @@ def structured_outputs(
 
 def _of_format(form: Mapping[str, Any]) -> StructuredOutputs | None:
     field, kind = "response_format", form.get("type")
+    value = form.get("value")  # as in TGI's API
     match kind:
         case "text":
             return None
-        case "json_object":
-            schema = form.get("value")  # as in TGI's API
-            return _typed(field, {"json_object": True} if schema is None else {"json": schema})
+        case "json" | "regex" if value is None:
+            raise InvalidRequest(field, f"{field}: type {kind} needs a value")
+        case "regex":
+            return _typed(field, {"regex": value})
+        case "json_object" if value is None:
+            return _typed(field, {"json_object": True})
+        case "json" | "json_object":
+            return _typed(field, {"json": value, **COMPACT})
         case "json_schema":
-            inner = form.get("json_schema")
+            inner = value if form.get("json_schema") is None else form["json_schema"]
             schema = inner.get("schema") if isinstance(inner, Mapping) else None
             if schema is None:
                 raise InvalidRequest(field, f"{field}: type json_schema needs json_schema.schema")
-            return _typed(field, {"json": schema})
+            return _typed(field, {"json": schema, **(COMPACT if inner is value else {})})
         case "structural_tag":
             return _typed(field, {"structural_tag": {name: value for name, value in form.items() if name != "type"}})
-    raise InvalidRequest(field, f"{field}: type must be one of {_FORMATS}, got {str(kind)[:80]!r}")
+    raise InvalidRequest(field, f"{field}: type must be one of {', '.join(_FORMATS)}, got {str(kind)[:80]!r}")
 
 
 def _typed(field: str, values: Mapping[str, Any]) -> StructuredOutputs:

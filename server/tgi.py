@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from framework import Rejected, __version__
+from framework import InvalidRequest, Rejected, __version__
 from framework.detokenizer import Delta
 from framework.messages import seed_of
 
@@ -115,7 +115,12 @@ class _Answer:
         self._text: list[str] = []  # of those that are not special
 
     def ask(self) -> Ask:
-        return self.request.ask(self._seed, self.generation.record.stream)
+        ask = self.request.ask(self._seed, self.generation.record.stream)
+        most, kept = self.serving.inputs.info.max_model_len, 1 if ask.truncate is None else ask.truncate.tokens
+        if kept > most:  # `InputProcessor.cut` would speak of -1, too
+            why = f"truncate must be between 1 and the limit of {most} tokens (prompt and output), got {kept}"
+            raise InvalidRequest("truncate", why)
+        return ask
 
     async def prompts(self) -> Sequence[list[int]]:
         inputs, encode, cut = self.request.inputs, self.serving.inputs.encode, self.generation.cut

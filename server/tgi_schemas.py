@@ -17,6 +17,7 @@ from framework.inputs import Cut
 from .fields import Body, Limited, Only, Sender, integer, number, valid_text
 from .generation import Ask
 from .limits import MAX_BEST_OF, MAX_NEW_TOKENS, MAX_STOP_LENGTH, MAX_STOP_SEQUENCES, MAX_STOPS, MAX_TOP_TOKENS
+from .structured import COMPACT
 
 _Text = Annotated[str, AfterValidator(valid_text)]
 _Stop = Annotated[_Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -49,10 +50,7 @@ class Grammar(Body):
             raise InvalidRequest("grammar", f"`grammar`: `value` of type {self.type} must be a JSON schema")
         if self.type == "regex":
             return {"regex": value}
-        return {
-            "json": value,
-            "disable_any_whitespace": True,
-        }  # a model could go on with blanks for ever
+        return {"json": value, **COMPACT}
 
 
 class GenerateParameters(Body):

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from framework import InvalidRequest
 
-from . import shapes
+from . import shapes, tgi
 from .generation import Serving
 from .limits import INLINE_TEXT, MAX_TEXT
 from .openai import Route
 from .schemas import ChatTokenizeRequest, DetokenizeRequest, TokenizeRequest
+from .tgi_schemas import ErrorResponse
 
 
 def router(serving: Serving) -> APIRouter:
@@ -40,17 +41,22 @@ def router(serving: Serving) -> APIRouter:
         inputs.check_ids(body.tokens, "tokens")
         return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
-    def spans(body: ChatTokenizeRequest) -> Any:
+    def spans(text: str, add_special_tokens: bool) -> list[shapes.Span]:
+        found = tokenizer.encode_spans(text, add_special_tokens)
+        if add_special_tokens:  # a BOS that is in the text already is left out at the front, as for requests
+            found = found[-len(inputs.tokenize(text)) :]
+        return [{"id": id, "text": text[start:stop], "start": start, "stop": stop} for id, start, stop in found]
+
+    def chat_spans(body: ChatTokenizeRequest) -> Any:
         text = _limited(tokenizer.render(body.chat(), **body.template()), "messages")
-        tokens = [
-            {"id": id, "text": text[start:stop], "start": start, "stop": stop}
-            for id, start, stop in tokenizer.encode_spans(text)
-        ]
-        return {"tokenize_response": tokens, "templated_text": text}
+        return {"tokenize_response": spans(text, False), "templated_text": text}
 
     async def tokenize(body: TokenizeRequest) -> Response:
-        serving.check_model(body.model)
         body.check()
+        text, special = body.inputs, body.add_special_tokens is not False
+        if text is not None:  # TGI's body has no model
+            return await _answer(lambda: spans(_limited(text, "inputs"), special), len(text))
+        serving.check_model(body.model)
         return await _answer(lambda: tokenized(body), len(body.prompt or "") + body.size)
 
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -60,7 +66,7 @@ def router(serving: Serving) -> APIRouter:
     async def chat_tokenize(body: ChatTokenizeRequest) -> Response:
         serving.check_model(body.model)
         body.check()
-        return await _answer(lambda: spans(body), body.size)
+        return await _answer(lambda: chat_spans(body), body.size)
 
     async def tokenizer_info() -> Response:
         info = {
@@ -73,11 +79,24 @@ def router(serving: Serving) -> APIRouter:
         }
         return await _answer(lambda: info, 0)
 
-    routes.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=shapes.Tokenized)
+    routes.add_api_route(
+        "/tokenize",
+        tokenize,
+        methods=["POST"],
+        response_model=shapes.Tokenized | list[shapes.Span],
+        responses={422: {"model": ErrorResponse, "description": "A field is wrong, and `inputs` is among them"}},
+        dependencies=[Depends(_as_asked)],
+    )
     routes.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=shapes.Detokenized)
     routes.add_api_route("/chat_tokenize", chat_tokenize, methods=["POST"], response_model=shapes.Spans)
     routes.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"], response_model=shapes.TokenizerInfo)
     return routes
+
+
+async def _as_asked(request: Request) -> None:
+    """Whoever sends `inputs` expects errors as TGI spells them."""
+    if (await request.json()).get("inputs") is not None:
+        request.state.spell = tgi.spell
 
 
 def _limited(text: str, field: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import jsonschema
 import pytest
 from echo_engine import EchoProcess
 from huggingface_hub.errors import HfHubHTTPError, ValidationError
@@ -70,6 +73,30 @@ def test_names_and_errors(client: huggingface_hub.InferenceClient, server: Runni
         assert error.value.response.status_code == status and message in error.value.response.text
     with huggingface_hub.InferenceClient(base_url=f"{server.url}/v1", token="hf_any", timeout=20) as other:
         assert other.chat_completion(HELLO).choices[0].message.content == ECHOED
+
+
+def test_response_formats(tiny_llama: Path) -> None:
+    """That of the client's own documentation, and others; of the last it makes one of TGI's forms."""
+    animals = {"type": "array", "items": {"enum": ["puppy", "cat", "raccoon"]}, "maxItems": 3}
+    properties: dict[str, Any] = {"animals_seen": {"type": "integer", "minimum": 1, "maximum": 5}, "animals": animals}
+    schema = {"properties": properties, "required": ["animals_seen", "animals"]}
+    forms: list[Any] = [
+        {"type": "json", "value": schema},
+        {"type": "json_object", "value": schema},
+        {"type": "json_schema", "json_schema": {"name": "animals", "schema": schema}},
+    ]
+    with (
+        running(Settings(model=str(tiny_llama), dtype="float32")) as server,
+        huggingface_hub.InferenceClient(base_url=server.url, timeout=60) as client,
+    ):
+        for form in forms:
+            answer = client.chat_completion(HELLO, response_format=form, max_tokens=150, seed=1)
+            found = json.loads(answer.choices[0].message.content or "")
+            jsonschema.validate(found, {"type": "object", **schema})
+            assert answer.choices[0].finish_reason == "stop"
+        regex: Any = {"type": "regex", "value": "[0-9]{3}-[a-c]"}
+        pieces = client.chat_completion(HELLO, response_format=regex, max_tokens=50, stream=True)
+        assert re.fullmatch("[0-9]{3}-[a-c]", "".join(piece.choices[0].delta.content or "" for piece in pieces))
 
 
 def test_text_generation(client: huggingface_hub.InferenceClient) -> None:

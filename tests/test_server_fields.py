@@ -218,9 +218,13 @@ def test_messages_of_every_kind(templated: Running, server: Running) -> None:
         {"role": "assistant", "content": None},
         {"role": "assistant", "content": None, "refusal": None, "name": "n"},
         {"role": "user", "content": "c"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}, "d", ""]},
     ]
-    assert said(templated, messages).strip().startswith("[system]x[user]a\nb[assistant][assistant][user]c")
-    assert said(server, messages).startswith("<|im_start|>system\nx<|im_end|>\n<|im_start|>user\na\nb<|im_end|>")
+    expected = "[system]x[user]a\nb[assistant][assistant][user]c[assistant]no\nd\n"
+    assert said(templated, messages, max_tokens=150).strip().startswith(expected)
+    assert said(server, messages, max_tokens=150).startswith(
+        "<|im_start|>system\nx<|im_end|>\n<|im_start|>user\na\nb<|im_end|>"
+    )
 
 
 def test_bos_of_chats(templated: Running) -> None:
@@ -239,6 +243,25 @@ def test_echoed_chats(server: Running) -> None:
     assert said(server, messages, continue_final_message=True, echo=True) == "Once upon" + plain
     assert said(server, messages, echo=True).startswith("Once upon<|im_start|>")
     assert said(server, CHAT, echo=True) == said(server, CHAT)  # the answer is another role's
+
+
+def test_what_plugins_read_has_two_names(server: Running) -> None:
+    for path, ask in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": CHAT})):
+        wanted = {"error": "quota", "status": 429}
+        for more in ({}, {"extra": None}, {"extra": {}}, {"extra": wanted}):
+            assert check_error(server.post(path, **ask, vllm_xargs=wanted, **more), 429, None) == "quota"
+        check_error(server.post(path, **ask, vllm_xargs={}, extra=wanted), 429, None)
+        assert server.post(path, **ask, max_tokens=1, vllm_xargs={}).status_code == 200
+        message = check_error(server.post(path, **ask, vllm_xargs=wanted, extra={"chunk": 1}), 400, "vllm_xargs")
+        assert "leave out one" in message
+
+
+def test_options_of_streams_that_ask_for_nothing(server: Running) -> None:
+    for options in ({}, {"include_usage": None}, {"future": 1}):
+        answer = server.post("/v1/completions", prompt="a", stream_options=options)
+        assert answer.json()["choices"][0]["text"] == "a"
+        chunks = events(server.post("/v1/completions", prompt="a", stream_options=options, stream=True))
+        assert chunks and all("usage" not in chunk for chunk in chunks)
 
 
 # What is refused
@@ -314,7 +337,7 @@ ASKED: dict[str, list[Any]] = {
     "functions": [[{"name": "f"}]],
     "function_call": ["auto", {"name": "f"}],
     "suffix": ["b"],
-    "vllm_xargs": [{"a": 1}],
+    "thinking_token_budget": [0, 5, -1.0],
     "chat_template": ["{{ 1 }}", ""],
 }
 
@@ -338,11 +361,22 @@ def test_what_is_not_there_is_refused_by_name_and_its_neutral_values_pass(server
     check_error(server.post("/tokenize", messages=CHAT, chat_template="{{ 1 }}"), 400, "chat_template")
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file", "refusal", None, 5, "x" * 1000])
+@pytest.mark.parametrize(
+    "kind", ["image_url", "input_audio", "video_url", "file", "input_text", None, 5, [], "x" * 1000]
+)
 def test_parts_that_are_no_text(server: Running, kind: Any) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, "image_url": {"url": "x"}}]}]
     message = check_error(server.post("/v1/chat/completions", messages=messages), 400, "messages.0.content")
     assert repr(kind)[:30] in message and "'text' only" in message
+
+
+def test_parts_without_their_text(server: Running) -> None:
+    for part in (5, None, ["a"], {"type": "text"}, {"type": "refusal", "text": "a"}, {"type": "text", "text": ["a"]}):
+        messages = [{"role": "user", "content": ["a", part]}]
+        check_error(server.post("/v1/chat/completions", messages=messages), 400, "messages.0.content")
+    body = json.dumps({"messages": [{"role": "user", "content": ["\ud800"]}]}).encode()
+    response = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    check_error(response, 400, "messages.0.content")
 
 
 def test_routes_of_other_models(server: Running) -> None:

@@ -159,6 +159,18 @@ def test_prompt_logprobs(echo: Running) -> None:
         assert "prompt_logprobs" not in str(echo.post(path, **ask, **BASE).json())
         message = check_error(echo.post(path, **ask, prompt_logprobs=1, stream=True), 400, "prompt_logprobs")
         assert "stream" in message
+    for n in (1, 2):
+        for path, ask in (("/v1/completions", {"prompt": ids}), ("/v1/chat/completions", {"messages": CHAT})):
+            ask = {**ask, "prompt_logprobs": 0, "n": n, **BASE}
+            plain = echo.post(path, **ask).json()
+            told = [
+                (piece["index"], (chunk | piece)["prompt_logprobs"])
+                for chunk in events(echo.post(path, **ask, stream=True))
+                for piece in chunk["choices"]
+                if "prompt_logprobs" in chunk | piece
+            ]
+            expected = plain["choices"][0].get("prompt_logprobs") or plain["prompt_logprobs"]
+            assert told == [(k, expected) for k in range(n)] and len(expected) == plain["usage"]["prompt_tokens"]
     both = echo.post("/v1/completions", prompt=ids, echo=True, logprobs=1, prompt_logprobs=3, **BASE).json()["choices"][
         0
     ]

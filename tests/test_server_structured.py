@@ -111,8 +111,13 @@ def test_completions_streamed_and_not(server: Running, fields: dict[str, Any], w
             assert re.fullmatch(what, choice["text"])
 
 
-FORMATS: list[dict[str, Any]] = [
+OF_TGI: list[dict[str, Any]] = [
     {"type": "json_object", "value": SCHEMA},
+    {"type": "json", "value": SCHEMA},
+    {"type": "json", "value": json.dumps(SCHEMA)},
+    {"type": "json_schema", "value": {"name": "s", "schema": SCHEMA}},
+]
+FORMATS: list[dict[str, Any]] = [
     {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
     {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}},
     {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}},
@@ -133,6 +138,26 @@ def test_response_formats_of_both_routes(server: Running, form: dict[str, Any]) 
     texts += [choice["text"] for choice in completion(server, "x", **body).values()]
     for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("form", OF_TGI)
+def test_response_formats_of_tgi_in_both_routes(server: Running, form: dict[str, Any]) -> None:
+    """As in /generate, JSON has no blanks: such a model would make no end of them."""
+    body = {"response_format": form, "seed": 1, "max_tokens": 100}
+    choices = [*completion(server, "x", **body).values()]
+    choices += server.post("/v1/chat/completions", messages=CHAT, **body).json()["choices"]
+    for choice in choices:
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert " " not in text and choice["finish_reason"] == "stop"
+
+
+def test_regexes_of_tgi_in_both_routes(server: Running) -> None:
+    body = {"response_format": {"type": "regex", "value": "[0-9]{3}-[a-c]"}, "max_tokens": 100}
+    (choice,) = completion(server, "x", **body, seed=1).values()
+    (other,) = server.post("/v1/chat/completions", messages=CHAT, **body).json()["choices"]
+    for text in (choice["text"], other["message"]["content"]):
+        assert re.fullmatch("[0-9]{3}-[a-c]", text)
 
 
 def test_json_object(server: Running) -> None:
@@ -166,6 +191,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         for form in (
             {},
             {"type": "json"},
+            {"type": "json", "value": 3},
+            {"type": "json", "value": "{"},
+            {"type": "regex"},
+            {"type": "regex", "value": ["a"]},
+            {"type": "regex", "value": "foo**"},
+            {"type": "regex", "value": ""},
+            {"type": "json_schema", "value": {"name": "x"}},
+            {"type": "json_schema", "value": "{}"},
             {"type": 3},
             {"type": "json_schema"},
             {"type": "json_schema", "json_schema": {"name": "x"}},
@@ -213,7 +246,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
             {"json": {"type": "object"}, "disable_additional_properties": 0},
         )
     ),
-    ({"response_format": FORMATS[0], "structured_outputs": {"regex": "a"}}, "response_format"),
+    ({"response_format": OF_TGI[0], "structured_outputs": {"regex": "a"}}, "response_format"),
     *(({name: "a"}, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
 ]
 

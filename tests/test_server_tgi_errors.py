@@ -57,7 +57,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a" * 2000]}, "stop.0"),
     ({"stop": ["\ud800"]}, "stop.0: must be valid Unicode"),
     ({"truncate": 0}, "`truncate` must be strictly positive"),
-    ({"truncate": 1000}, "truncate must be between 1 and"),
+    ({"truncate": 1000}, "truncate must be between 1 and the limit of 256 tokens (prompt and output), got 1000"),
     ({"seed": -1}, "`seed` must be an unsigned 64-bit integer"),
     ({"seed": 2**64}, "`seed` must be an unsigned 64-bit integer"),
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),

@@ -12,7 +12,7 @@ import pytest
 import transformers
 from echo_engine import EchoProcess
 from framework.server.limits import MAX_TEXT, MAX_TOKENS
-from serving import Running, check_error, running
+from serving import Running, check_error, check_tgi_error, running
 
 from framework.settings import Settings
 
@@ -64,6 +64,45 @@ def test_a_prompt(server: Running, spm: Running, theirs: Any, theirs_spm: Any, t
         again = post(ours, "/detokenize", tokens=expected)
         assert again == {"prompt": other.decode(expected, skip_special_tokens=False)}
     assert post(server, "/detokenize", tokens=post(server, "/tokenize", prompt=text)["tokens"])["prompt"] == text
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+@pytest.mark.parametrize("special", [None, True, False])
+def test_inputs_of_tgi(
+    server: Running, spm: Running, theirs: Any, theirs_spm: Any, text: str, special: bool | None
+) -> None:
+    for ours, other in ((server, theirs), (spm, theirs_spm)):
+        expected = other(text, add_special_tokens=special is not False, return_offsets_mapping=True)
+        parameters = {"truncate": 1, "max_new_tokens": 5}  # TGI's own clients send them, TGI reads none of them here
+        body = {"inputs": text, "parameters": parameters, "add_special_tokens": special, "model": "ignored"}
+        assert post(ours, "/tokenize", **body) == [
+            {"id": id, "text": text[start:stop], "start": start, "stop": stop}
+            for id, (start, stop) in zip(expected["input_ids"], expected["offset_mapping"], strict=True)
+        ]
+
+
+def test_inputs_of_tgi_are_tokenised_as_generate_does(spm: Running) -> None:
+    """BOS is there once, where the text begins with it already."""
+    tokens = post(spm, "/tokenize", inputs="<s>a b")
+    answer = post(spm, "/generate", inputs="<s>a b", parameters={"max_new_tokens": 1, "decoder_input_details": True})
+    assert [token["id"] for token in tokens] == [token["id"] for token in answer["details"]["prefill"]]
+    assert [token["text"] for token in tokens[:1]] == ["<s>"]
+    assert post(spm, "/tokenize", inputs="") == [{"id": tokens[0]["id"], "text": "", "start": 0, "stop": 0}]
+    assert post(spm, "/tokenize", inputs="", add_special_tokens=False) == []
+
+
+def test_errors_of_inputs_are_tgi_s(server: Running) -> None:
+    for body, message in (
+        ({"inputs": 5}, "inputs: must be a string"),
+        ({"inputs": "\ud800"}, "inputs: must be valid Unicode"),
+        ({"inputs": "a", "prompt": "a"}, "prompt and inputs exclude one another"),
+        ({"inputs": "a", "messages": CHAT}, "messages and inputs exclude one another"),
+        ({"inputs": "a", "add_special_tokens": 1}, "add_special_tokens: must be true or false"),
+        ({"inputs": "a" * (MAX_TEXT + 1)}, "inputs: "),
+    ):
+        headers = {"Content-Type": "application/json"}
+        response = server.http.post("/tokenize", content=json.dumps(body), headers=headers)
+        assert check_tgi_error(response, 422, "validation", message).startswith("Input validation error: ")
 
 
 def test_token_strings_are_null_unless_asked_for(server: Running) -> None:
@@ -135,7 +174,7 @@ def test_what_a_client_is_told_of_the_tokenizer(server: Running, spm: Running, t
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {}, "prompt"),
-    ("/tokenize", {"prompt": None, "messages": None}, "prompt"),
+    ("/tokenize", {"prompt": None, "messages": None, "inputs": None}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": CHAT}, "messages"),
     ("/tokenize", {"prompt": [1]}, "prompt"),
     ("/tokenize", {"prompt": "\ud800"}, "prompt"),

@@ -95,7 +95,7 @@ def ask(server: Running, text: str, **body: Any) -> list[dict[str, Any]]:
         (piece,) = chunk["choices"]
         delta, choice = piece["delta"], choices.get(piece["index"])
         if choice is None:
-            assert delta == {"role": "assistant", "content": None}
+            assert delta == {"role": "assistant", "content": ""}
             choices[piece["index"]] = {"content": None, "calls": [], "logprobs": []}
             continue
         assert "finish_reason" not in choice, "something came after the end"
