@@ -24,7 +24,9 @@ _SUGGESTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 MAX_NAME = 256
-"""Characters of a tenant's name and of a cache salt."""
+"""Characters of a tenant's name."""
+MAX_SALT = 1024
+"""Characters of a cache salt."""
 _TOO_LONG = "the prompt is too long"
 """Clients look for these very words: they shorten the chat then, or turn to another model."""
 MAX_CUT = 2**20
@@ -184,7 +186,8 @@ class InputProcessor:
 
     def complete(self, params: SamplingParams, *prompts: Sequence[int]) -> SamplingParams:
         """`params` checked for these prompts and ready for the engine, with the EOS ids, and with the tokens of
-        `bad_words`. An unset max_tokens stays unset: what remains of the context.
+        `bad_words`. An unset max_tokens stays unset: what remains of the context. Biases beyond -100 and 100 become
+        these.
 
         Raises `InvalidRequest` naming the field at fault.
         """
@@ -197,7 +200,8 @@ class InputProcessor:
                 f"limit of {limit} tokens; ask for at most {room}",
             )
         eos = params.eos_token_ids or tuple(id for id in self.tokenizer.eos_token_ids if 0 <= id < vocab)
-        params = msgspec.structs.replace(params, eos_token_ids=eos, top_k=min(params.top_k, vocab))
+        bias = {id: max(-100.0, min(by, 100.0)) if math.isfinite(by) else by for id, by in params.logit_bias.items()}
+        params = msgspec.structs.replace(params, eos_token_ids=eos, top_k=min(params.top_k, vocab), logit_bias=bias)
         if params.structured_outputs is not None:
             if not self.info.logits:
                 name = self.info.providers.get("executor")
@@ -249,18 +253,18 @@ class InputProcessor:
             )
         if not -INT64 <= (priority or 0) < INT64:
             raise InvalidRequest("priority", f"priority must be a signed 64-bit integer, got {priority}")
-        salt = _name("cache_salt", cache_salt)
-        _name("tenant", tenant)
+        salt = _name("cache_salt", cache_salt, MAX_SALT)
+        _name("tenant", tenant, MAX_NAME)
         return Routing(priority or 0, tenant or "", salt)
 
 
-def _name(field: str, value: str | None) -> bytes:
+def _name(field: str, value: str | None, most: int) -> bytes:
     if value is None:
         return b""
     if not isinstance(value, str):
         raise InvalidRequest(field, f"{field} must be a string, got {value!r}")
-    if len(value) > MAX_NAME:
-        raise InvalidRequest(field, f"{field} must have at most {MAX_NAME} characters, got {len(value)}")
+    if len(value) > most:
+        raise InvalidRequest(field, f"{field} must have at most {most} characters, got {len(value)}")
     try:
         return value.encode()
     except UnicodeEncodeError:

@@ -109,7 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "min_tokens",
             f"between 0 and max_tokens ({self.max_tokens})" if self.max_tokens else "0 or more",
         )
-        need(finite("temperature") and 0 <= self.temperature <= 2, "temperature", "between 0 and 2")
+        need(finite("temperature") and self.temperature >= 0, "temperature", "a finite number, 0 or more")
         need(finite("top_p") and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
         need(self.top_k >= -1, "top_k", "-1 (off), 0 (off) or more")
         need(finite("min_p") and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
@@ -127,8 +127,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequest(
                     "logit_bias", f"logit_bias: token id {token} is outside the vocabulary (0..{vocab_size - 1})"
                 )
-            if not (math.isfinite(bias) and -100 <= bias <= 100):
-                raise InvalidRequest("logit_bias", f"logit_bias of token {token} must be between -100 and 100")
+            if not math.isfinite(bias):
+                raise InvalidRequest("logit_bias", f"logit_bias of token {token} must be a finite number, got {bias}")
         for field, tokens in (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids),

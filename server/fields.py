@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -17,17 +17,21 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    ValidationError,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
 
 from framework import InvalidRequest
-from framework.inputs import MAX_NAME
+from framework.inputs import MAX_NAME, MAX_SALT
 
-from .limits import MAX_REQUEST_ID, MAX_USER
+from .limits import MAX_REQUEST_ID, MAX_SEQUENCES, MAX_USER
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _NAME = WithJsonSchema({"type": "string", "maxLength": MAX_NAME})
+_SALT = WithJsonSchema({"type": "string", "maxLength": MAX_SALT})
 _USER = {"anyOf": [{"type": "string", "maxLength": MAX_USER}, {"type": "null"}]}
 REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
 
@@ -133,8 +137,31 @@ def _user(value: object) -> object:
     return value
 
 
+def _integers(value: Any, depth: int = 2) -> Any:
+    """Whole numbers as integers, in lists of numbers and lists of these, too: as far as such have a use."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and depth:
+        some = {float} <= set(map(type, value)) <= {int, float}
+        if some or len(value) <= MAX_SEQUENCES:
+            return [_integers(one, depth - 1) for one in value]
+    return value
+
+
 class Body(BaseModel):
+    """In JSON 4.0 is an integer. Objects within stay as they are: they are for plugins, templates and grammars."""
+
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _whole(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(value)
+        except ValidationError:  # only then it is looked for: it costs nobody else anything
+            if not isinstance(value, dict):
+                raise
+            return handler({name: _integers(one) for name, one in value.items()})
 
 
 class Sender(Body):
@@ -148,7 +175,7 @@ class Sender(Body):
     """Whose share of the service this counts against; left out: `user`, or else the API key. With keys of
     the server's: only the key's name."""
     user: Annotated[str | None, BeforeValidator(_user), WithJsonSchema(_USER)] = None
-    cache_salt: Annotated[str, _NAME] | None = None
+    cache_salt: Annotated[str, _SALT] | None = None
     """Only requests with the same salt share cached prefixes."""
     extra: dict[str, Any] | None = None
     """Passed on to plugins: they read it as `Request.extra`."""

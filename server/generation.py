@@ -215,7 +215,7 @@ class Generation:
         async with self.serving.client.prepare(record, routing.tenant):
             if ask.truncate is not None:
                 with _naming(ask):
-                    self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens"))
+                    self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens", ask.usual_tokens))
             with _naming(ask):
                 ids = await tokenize()
             words = sum(map(len, ask.fields.get("bad_words", ())))  # to be tokenised, too

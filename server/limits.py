@@ -48,6 +48,8 @@ MAX_BEST_OF = 2
 MAX_TOP_TOKENS = 5
 MAX_NEW_TOKENS = 1024
 """`max_new_tokens` where none is given, as in TGI; less where less fits. A model need not come to an end by itself."""
+USUAL_TOKENS = 16
+"""`max_tokens` of /v1/completions where none is given, as in OpenAI's API; less where less fits."""
 MAX_USER = 256
 """Characters of `user`: policies and metrics use it as a key."""
 MAX_EXTRA = 64 * 2**10

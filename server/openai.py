@@ -71,7 +71,7 @@ class _Reply:
         self._begun: set[int] = set()
         options = request.stream_options
         self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.continuous_usage = bool(self.include_usage and options and options.continuous_usage_stats)
         self.every_token = self.continuous_usage or bool(request.return_token_ids)
         """Whether tokens without text are told, too."""
         self.created = int(time.time())
@@ -299,6 +299,24 @@ class _Chat(_Reply):
         return {"index": choice.index, "delta": content, "logprobs": logprobs, "finish_reason": None}
 
 
+def _permission(serving: Serving, name: str) -> dict[str, Any]:
+    """The same for everybody; clients of former versions of OpenAI's API read it."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": serving.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+
+
 def router(serving: Serving) -> APIRouter:
     """The routes under /v1."""
     routes = APIRouter(prefix="/v1", route_class=Route, tags=["OpenAI"], responses=shapes.ERRORS)
@@ -311,6 +329,7 @@ def router(serving: Serving) -> APIRouter:
             "root": serving.model,
             "parent": None,
             "max_model_len": serving.inputs.info.max_model_len,
+            "permission": [_permission(serving, name)],
         }
         for name in serving.names
     }

@@ -52,6 +52,7 @@ from .limits import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
     MAX_TOKENS,
+    USUAL_TOKENS,
 )
 from .structured import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, structured_outputs
 from .tools import ToolFields, as_template, shown
@@ -73,10 +74,9 @@ _PROMPTS = {
 }
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _STOPS = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, _NULL]}
-_BIAS = {"type": "number", "minimum": -100, "maximum": 100}
 _BIASES = {
     "anyOf": [
-        {"type": "object", "patternProperties": {"^[0-9]+$": _BIAS}, "additionalProperties": False}
+        {"type": "object", "patternProperties": {"^[0-9]+$": {"type": "number"}}, "additionalProperties": False}
         | {"maxProperties": MAX_BIASES},
         _NULL,
     ]
@@ -184,7 +184,7 @@ class GenerationRequest(Absent, Sender):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[int, integer(minimum=1)] | None = None
     min_tokens: Annotated[int, integer(minimum=0)] | None = None
-    temperature: Annotated[float, number(minimum=0, maximum=2)] | None = None
+    temperature: Annotated[float, number(minimum=0)] | None = None
     top_p: Annotated[float, number(exclusiveMinimum=0, maximum=1)] | None = None
     top_k: Annotated[int, integer(minimum=-1)] | None = None
     min_p: Annotated[float, number(minimum=0, maximum=1)] | None = None
@@ -287,7 +287,8 @@ class CompletionRequest(AbsentOfCompletions, GenerationRequest):
     def ask(self) -> Ask:
         ask = super().ask()
         names = {**ask.names, "prompt_logprobs": "logprobs"} if self.prompt_logprobs is None else ask.names
-        return ask._replace(names=names, score=bool(self.echo) and self.max_tokens == 0)
+        score = bool(self.echo) and self.max_tokens == 0
+        return ask._replace(names=names, score=score, usual_tokens=USUAL_TOKENS)
 
 
 class ChatMessage(BaseModel):

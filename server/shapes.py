@@ -187,6 +187,21 @@ class ChatCompletionChunk(Envelope):
 # Models
 
 
+class Permission(TypedDict):
+    id: str
+    object: Literal["model_permission"]
+    created: int
+    allow_create_engine: bool
+    allow_sampling: bool
+    allow_logprobs: bool
+    allow_search_indices: bool
+    allow_view: bool
+    allow_fine_tuning: bool
+    organization: str
+    group: str | None
+    is_blocking: bool
+
+
 class Model(TypedDict):
     id: str
     object: Literal["model"]
@@ -195,6 +210,7 @@ class Model(TypedDict):
     root: str
     parent: str | None
     max_model_len: int
+    permission: list[Permission]
 
 
 class Models(TypedDict):

@@ -55,7 +55,7 @@ class Grammar(Body):
 
 class GenerateParameters(Body):
     best_of: Annotated[int, integer(minimum=1, maximum=MAX_BEST_OF)] | None = None
-    temperature: Annotated[float, number(exclusiveMinimum=0, maximum=2)] | None = None
+    temperature: Annotated[float, number(exclusiveMinimum=0)] | None = None
     repetition_penalty: Annotated[float, number(exclusiveMinimum=0)] | None = None
     frequency_penalty: Annotated[float, number(minimum=-2, maximum=2)] | None = None
     top_k: Annotated[int, integer(minimum=1)] | None = None

@@ -167,6 +167,23 @@ def test_what_cannot_fit_is_not_tokenised(
         assert caught.value.field == "messages"
 
 
+def test_biases_are_cut_to_what_has_an_effect(tiny_llama: Path) -> None:
+    given = {1: 1e300, 2: -100.5, 3: 99.5, 4: -100.0}
+    complete = processor(tiny_llama).complete
+    assert complete(SamplingParams(logit_bias=given), [1]).logit_bias == {1: 100, 2: -100, 3: 99.5, 4: -100}
+    for wrong in (float("nan"), float("inf"), float("-inf")):
+        with pytest.raises(InvalidRequest, match="logit_bias of token 5"):
+            complete(SamplingParams(logit_bias={5: wrong}), [1])
+
+
+def test_a_cache_salt_may_be_longer_than_a_name(tiny_llama: Path) -> None:
+    routing = processor(tiny_llama).routing
+    assert routing(tenant="t" * 256, cache_salt="s" * 1024).cache_salt == b"s" * 1024
+    for wrong, most in (({"cache_salt": "s" * 1025}, 1024), ({"tenant": "t" * 257}, 256)):
+        with pytest.raises(InvalidRequest, match=f"at most {most} characters"):
+            routing(**wrong)
+
+
 def test_top_k_is_cut_to_the_vocabulary(tiny_llama: Path) -> None:
     assert processor(tiny_llama).complete(SamplingParams(top_k=10**30), [1]).top_k == 512
     assert processor(tiny_llama).complete(SamplingParams(top_k=-1), [1]).top_k == -1

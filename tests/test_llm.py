@@ -3,6 +3,7 @@ streamed, greedy or seeded; afterwards the pool is empty."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -275,6 +276,7 @@ def test_bad_requests_name_the_field_and_harm_nobody(llm: LLM) -> None:
         ("", None, "prompt"),
         ([10**6], None, "prompt"),
         ("x", {"temperature": -1.0}, "temperature"),
+        ("x", {"temperature": math.inf}, "temperature"),
         ("x", {"max_tokens": 10**6}, "max_tokens"),
         ("x", {"logit_bias": {10**6: 1.0}}, "logit_bias"),
         ("x", {"max_tokens": "5"}, "max_tokens"),

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from echo_engine import EchoProcess
@@ -17,6 +18,7 @@ from framework.settings import Settings
 LIMIT = 0.6
 SLOW = {"pace": 0.02}
 PROMPT = [5] * 100
+LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": len(PROMPT), "extra": SLOW}
 """Two seconds, at that pace."""
 
 
@@ -39,7 +41,7 @@ def test_what_is_quick_is_whole(server: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_ends_with_what_there_is(server: Running, stream: bool) -> None:
     begin = time.monotonic()
-    response = server.post("/v1/completions", prompt=PROMPT, n=2, stream=stream, extra=SLOW)
+    response = server.post("/v1/completions", **LONG, n=2, stream=stream)
     assert LIMIT <= time.monotonic() - begin < 1.9
     assert response.status_code == 200
     free(server)
@@ -99,13 +101,13 @@ def test_what_comes_before_the_engine_counts(server: Running, stream: bool) -> N
 
 def test_choices_that_have_ended_stay_as_they_are(server: Running) -> None:
     """Of two prompts one is short."""
-    body = server.post("/v1/completions", prompt=[[5] * 3, PROMPT], extra=SLOW).json()
+    body = server.post("/v1/completions", **{**LONG, "prompt": [[5] * 3, PROMPT]}).json()
     assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "abort"]
     free(server)
 
 
 def test_a_client_that_does_not_read_keeps_no_request_running(server: Running) -> None:
-    content = json.dumps({"prompt": [PROMPT] * 100, "stream": True, "extra": SLOW}).encode()
+    content = json.dumps({**LONG, "prompt": [PROMPT] * 100, "stream": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -23,9 +23,10 @@ def sampling() -> Sampling:
 def expected(logits: torch.Tensor, *processors: Any, prompt: Sequence[int] = (1,)) -> torch.Tensor:
     """Probabilities after transformers' processors, float64 [vocab]."""
     ids = torch.tensor([list(prompt)])
+    logits = logits.double()
     for processor in processors:
         logits = processor(ids, logits.clone())
-    return logits[0].double().softmax(-1)
+    return logits[0].softmax(-1)
 
 
 def drawn(logits: torch.Tensor, params: SamplingParams, uniform: np.ndarray[Any, Any], **known: Any) -> list[int]:
@@ -42,6 +43,17 @@ CASES = {
     "plain": (SamplingParams(), []),
     "temperature": (SamplingParams(temperature=0.5), [hf.TemperatureLogitsWarper(0.5)]),
     "hot": (SamplingParams(temperature=2.0), [hf.TemperatureLogitsWarper(2.0)]),
+    "hotter": (SamplingParams(temperature=5.0), [hf.TemperatureLogitsWarper(5.0)]),
+    "hottest": (SamplingParams(temperature=1e6), [hf.TemperatureLogitsWarper(1e6)]),
+    "top_k of one when hottest": (SamplingParams(temperature=1e6, top_k=1), [hf.TopKLogitsWarper(1)]),
+    "top_k when hottest": (
+        SamplingParams(temperature=1e6, top_k=50),
+        [hf.TemperatureLogitsWarper(1e6), hf.TopKLogitsWarper(50)],
+    ),
+    "top_p when hottest": (
+        SamplingParams(temperature=1e6, top_p=0.4),
+        [hf.TemperatureLogitsWarper(1e6), hf.TopPLogitsWarper(0.4)],
+    ),
     "top_k": (SamplingParams(top_k=7), [hf.TopKLogitsWarper(7)]),
     "top_k of one": (SamplingParams(top_k=1), [hf.TopKLogitsWarper(1)]),
     "top_k off": (SamplingParams(top_k=-1), []),
@@ -75,7 +87,7 @@ def test_draw_inverts_the_distribution_of_transformers(case: str, vocab: int) ->
     middle = edges[wide] - probs[wide] / 2
     assert drawn(logits, params, middle, prompt=prompt) == wide.tolist()
     inside = [edges[wide] - probs[wide] * 0.98, edges[wide] - probs[wide] * 0.02]
-    big = probs[wide] > 1e-3
+    big = probs[wide] > 5e-4
     for uniform in inside:
         assert drawn(logits, params, uniform[big], prompt=prompt) == wide[big].tolist()
 

@@ -24,7 +24,7 @@ from serving import eventually
 from framework.machine import cores, list_cpus
 
 pytestmark = pytest.mark.slow
-LONG = {"prompt": "The", "ignore_eos": True, "stream": True, "n": 4}
+LONG = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 4}
 
 
 class Served:

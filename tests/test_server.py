@@ -91,11 +91,16 @@ def test_logprobs(server: Running) -> None:
         assert len(top) == 3 and max(top.values()) == top[token] == value  # greedy takes the likeliest
 
 
-def test_unset_max_tokens_means_what_remains(server: Running) -> None:
-    prompt = [5] * 500
-    choice = server.post("/v1/completions", prompt=prompt, ignore_eos=True).json()
+def test_unset_max_tokens_of_a_chat_means_what_remains(server: Running) -> None:
+    choice = server.post("/v1/chat/completions", messages=MESSAGES, ignore_eos=True).json()
     limit = server.serving.inputs.info.max_model_len
     assert choice["usage"]["total_tokens"] == limit and choice["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("length", "most"), [(9, 16), (500, 12)])
+def test_unset_max_tokens_of_a_completion_means_16_or_what_remains(server: Running, length: int, most: int) -> None:
+    choice = server.post("/v1/completions", prompt=[5] * length, ignore_eos=True).json()
+    assert choice["usage"]["completion_tokens"] == most and choice["choices"][0]["finish_reason"] == "length"
 
 
 def test_many_at_once(server: Running) -> None:

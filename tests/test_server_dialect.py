@@ -189,6 +189,8 @@ def test_every_field_and_limit_is_documented() -> None:
 def test_models_version_health(server: Running) -> None:
     (card,) = server.openai.models.list().data
     assert card.id == "echo" and card.model_extra and card.model_extra["max_model_len"] == 256
+    (permission,) = card.model_extra["permission"]  # the document says what else is in it
+    assert permission["object"] == "model_permission" and permission["allow_sampling"]
     assert server.openai.models.retrieve("echo").id == "echo"
     assert "version" in server.http.get("/version").json()
     assert server.http.get("/health").status_code == server.http.get("/ping").status_code == 200

@@ -82,6 +82,77 @@ def test_best_of(server: Running) -> None:
     check_error(server.post("/v1/completions", prompt=[ids] * 40, best_of=128), 400, "prompt")
 
 
+@pytest.mark.parametrize("unset", [{}, {"max_tokens": None}])
+def test_usual_length(server: Running, unset: dict[str, Any]) -> None:
+    """Of completions 16 tokens, or what fits; of chats what fits."""
+    text = "abcdefghijklmnop " * 60
+    ids = server.ids(text)
+
+    def length(path: str, **ask: Any) -> int:
+        body = server.post(path, ignore_eos=True, **ask, **unset).json()
+        assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+        return int(body["usage"]["completion_tokens"])
+
+    assert [length("/v1/completions", prompt=ids[:count]) for count in (100, 240, 241, 255)] == [16, 16, 15, 1]
+    assert length("/v1/completions", prompt=[ids[:100], ids[:250]]) == 2 * 6
+    assert length("/v1/completions", prompt=ids, truncate_prompt_tokens=-1) == 16  # which leaves room for them
+    assert length("/v1/completions", prompt=ids[:100], echo=True) == 16
+    messages = [{"role": "user", "content": server.tokenizer.decode(ids[:80])}]
+    assert length("/v1/chat/completions", messages=messages) > 80  # the engine repeats the prompt
+
+
+# Numbers
+
+
+def test_whole_numbers_are_integers(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they are written; what is passed on within objects stays as it is."""
+    adds: list[Any] = []
+    send = server.engine.generate
+    monkeypatch.setattr(server.engine, "generate", lambda some, record: (adds.extend(some), send(some, record))[1])
+    ids = server.ids("abcdef")
+    extra = {"chunk": 2, "kept": [1.0, {"a": 2.0}]}
+    whole = {"max_tokens": 4, "n": 2, "seed": 2, "stop_token_ids": [7], "top_k": -1, "min_tokens": 0}
+    chat = {**whole, "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    for path, body in (
+        ("/v1/completions", {**whole, "prompt": ids, "logprobs": 1, "truncate_prompt_tokens": 5}),
+        ("/v1/completions", {**whole, "prompt": [ids, ids[:2]], "best_of": 2, "allowed_token_ids": ids}),
+        ("/v1/chat/completions", {**chat, "messages": CHAT}),
+        ("/generate", {"inputs": "abc", "parameters": {"max_new_tokens": 2, "truncate": 2, "seed": 3, "top_k": 5}}),
+        ("/detokenize", {"tokens": ids}),
+    ):
+        pair = []
+        for value in (body, json.loads(re.sub(r"(?<=[ \[])(-?\d+)(?=[,\]}])", r"\1.0", json.dumps(body)))):
+            response = server.post(path, **value, **({} if path == "/detokenize" else {"extra": extra}))
+            assert response.status_code == 200, response.text
+            pair.append({name: one for name, one in response.json().items() if name not in ("id", "created")})
+            if path != "/detokenize":
+                assert adds and all(str(add.extra) == str(extra) for add in adds)
+            pair.append([(add.prompt, repr(add.params)) for add in adds])
+            adds.clear()
+        assert pair[:2] == pair[2:]
+    for wrong, told in ((4.5, "4.5"), (True, "True"), ("4", "'4'"), ("4.0", "'4.0'")):
+        for path, ask, field in (("completions", {"prompt": "a"}, "max_tokens"), ("completions", {"prompt": "a"}, "n")):
+            message = check_error(server.post(f"/v1/{path}", **ask, **{field: wrong}), 400, field)
+            assert message == f"{field}: must be an integer, got {told}"
+        message = check_error(server.post("/detokenize", tokens=[1.0, wrong]), 400, "tokens.1")
+        assert message == f"tokens.1: must be an integer, got {told}"
+
+
+def test_values_beyond_what_has_an_effect(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    adds: list[Any] = []
+    send = server.engine.generate
+    monkeypatch.setattr(server.engine, "generate", lambda some, record: (adds.extend(some), send(some, record))[1])
+    given = {"5": 1e9, "6": -100.5, "7": 3, "8": 100, "9": -1e300}
+    for path, ask in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": CHAT})):
+        body = {**ask, "logit_bias": given, "temperature": 1e6, "cache_salt": "s" * 1024, **BASE}
+        assert server.post(path, **body).status_code == 200
+        add = adds.pop()
+        assert add.params.logit_bias == {5: 100, 6: -100, 7: 3, 8: 100, 9: -100}
+        assert (add.params.temperature, add.cache_salt) == (1e6, b"s" * 1024)
+    assert server.post("/generate", inputs="a", parameters={"temperature": 1e6}).status_code == 200
+    assert adds.pop().params.temperature == 1e6
+
+
 # How prompts are cut
 
 
@@ -148,6 +219,9 @@ def test_usage_so_far_comes_with_every_chunk(server: Running) -> None:
             u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in (c["usage"] for c in chunks)
         )
         assert chunks[-1]["choices"] == [] and all(chunk["choices"] for chunk in chunks[:-1])
+        for alone in ({"continuous_usage_stats": True}, {**options, "include_usage": False}):
+            chunks = events(server.post(path, **ask, stream=True, stream_options=alone, **BASE))
+            assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
 
 
 def test_spaces_between_special_tokens_have_no_effect(server: Running) -> None:

@@ -221,7 +221,7 @@ async def test_a_client_that_leaves_is_aborted_before_its_response_ends(
         client, aborted = found.serving.client.client, []
         abort = client.abort
         monkeypatch.setattr(client, "abort", lambda ids, reason: (aborted.extend(ids), abort(ids, reason)))
-        body = json.dumps({"prompt": [5] * 200, "stream": stream, "extra": {"pace": 0.01}}).encode()
+        body = json.dumps({"prompt": [5] * 100, "max_tokens": 100, "stream": stream, "extra": {"pace": 0.02}}).encode()
         scope = {
             "type": "http",
             "method": "POST",

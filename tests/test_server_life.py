@@ -108,7 +108,7 @@ def test_an_engine_that_does_nothing_while_somebody_waits_is_given_up(server: Ru
 def test_a_client_that_leaves_frees_its_request(server: Running, stream: bool, hold: bool) -> None:
     id = f"leaver-{stream}-{hold}"
     extra = {"hold": True} if hold else {"pace": 0.05}
-    body = {"prompt": [[5] * 200] * 2, "n": 2, "stream": stream, "extra": extra}
+    body = {"prompt": [[5] * 100] * 2, "max_tokens": 100, "n": 2, "stream": stream, "extra": extra}
     timeout = httpx.Timeout(30, read=0.3)
     try:
         headers = {"X-Request-Id": id}
@@ -233,7 +233,8 @@ def test_a_slow_reader_harms_nobody(server: Running) -> None:
     """It reads nothing, though far more than the sockets hold is ready; others are served; then it gets all."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
     prompts = [server.ids("abcdefghijklmnopqrstuvwxyz" * 5)] * 400
-    content = json.dumps({"prompt": prompts, "stream": True, "extra": {"pace": 0.001}}).encode()
+    body = {"prompt": prompts, "max_tokens": 130, "stream": True, "extra": {"pace": 0.001}}
+    content = json.dumps(body).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.http.base_url.port))

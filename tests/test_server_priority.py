@@ -106,4 +106,4 @@ def test_the_openai_client_can_say_all_of_it(server: Running) -> None:
     answer = server.openai.completions.create(model=server.serving.model, prompt="a", max_tokens=2, extra_body=extra)
     assert answer.usage is not None and answer.usage.completion_tokens == 2
     with pytest.raises(openai.BadRequestError, match="cache_salt"):
-        server.openai.completions.create(model=server.serving.model, prompt="a", extra_body={"cache_salt": "x" * 999})
+        server.openai.completions.create(model=server.serving.model, prompt="a", extra_body={"cache_salt": "x" * 9999})

@@ -155,7 +155,8 @@ def test_a_real_server_at_its_most_talkative(tiny_llama: Path, tmp_path: Path) -
                 cut = httpx.Timeout(30, read=0.05)
                 for _ in range(2):
                     with suppress(httpx.ReadTimeout):
-                        http.post("/v1/completions", json={"prompt": SECRET, "ignore_eos": True}, timeout=cut)
+                        body = {"prompt": SECRET, "max_tokens": 200, "ignore_eos": True}
+                        http.post("/v1/completions", json=body, timeout=cut)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)

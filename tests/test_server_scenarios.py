@@ -250,10 +250,10 @@ def test_pool_smaller_than_one_request(crowd: Crowd) -> None:
         error = response.json()["error"]
         assert response.status_code == 400 and error["param"] == field
         assert all(number in error["message"] for number in numbers), error["message"]
-    answers = crowd.ask("two", prompt(8), prompt(8, 1))  # without max_tokens, both at once
+    answers = crowd.ask("two", prompt(8), prompt(8, 1), max_tokens=72)  # both at once
     assert [(len(answer.tokens), answer.finish_reason) for answer in answers] == [(72, "length")] * 2
     assert crowd.preemptions() >= 1
-    assert answers == crowd.alone(prompt(8), prompt(8, 1))
+    assert answers == crowd.alone(prompt(8), prompt(8, 1), max_tokens=72)
 
 
 @on("two seats", "80 tokens")
@@ -275,7 +275,7 @@ def test_n_4_aborted_half_way(crowd: Crowd) -> None:
     """Its client leaves while the four stream, some of them swapped out; another's request goes on beside them."""
     beside = crowd.start(crowd.ask, "beside", prompt(8), priority=-1, max_tokens=64)
     eventually(lambda: crowd.stats.running == 1)
-    body = {"prompt": prompt(10, 1), "n": 4, "seed": 5, "ignore_eos": True, "stream": True}
+    body = {"prompt": prompt(10, 1), "max_tokens": 70, "n": 4, "seed": 5, "ignore_eos": True, "stream": True}
     heard: set[int] = set()
     with crowd.http.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "four"}) as response:
         for line in filter(None, response.iter_lines()):
@@ -286,5 +286,5 @@ def test_n_4_aborted_half_way(crowd: Crowd) -> None:
     assert beside.result() == crowd.alone(prompt(8), max_tokens=64)
     assert len([id for id in crowd.ended if id.startswith("four")]) == 4
     assert crowd.count("preemptions_total/swap") >= 1
-    (whole,) = crowd.ask("whole", prompt(4, 2))
+    (whole,) = crowd.ask("whole", prompt(4, 2), max_tokens=76)
     assert len(whole.tokens) == 76  # the whole pool can be had again

@@ -148,7 +148,7 @@ def test_what_exceeds_a_limit_by_itself_is_served_when_nothing_waits(server: Run
 
 def test_who_has_a_token_does_not_wait(server: Running) -> None:
     prompt = (server.ids("word ") * TOKENS)[:TOKENS]
-    body = {"prompt": prompt, "stream": True, "extra": {"pace": 0.2}}
+    body = {"prompt": prompt, "max_tokens": TOKENS, "stream": True, "extra": {"pace": 0.2}}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()  # kept: its end would be the response's
         assert next(lines).startswith("data: ")

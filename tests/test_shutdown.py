@@ -57,7 +57,7 @@ class Ending:
         return psutil.Process(self.supervisor.client._engine.process.pid)  # type: ignore[union-attr]
 
     def ask(self, path: str = "/v1/completions", **body: Any) -> asyncio.Task[httpx.Response]:
-        return asyncio.create_task(self.http.post(path, json={"prompt": PROMPT, **body}))
+        return asyncio.create_task(self.http.post(path, json={"prompt": PROMPT, "max_tokens": len(PROMPT), **body}))
 
     async def begun(self, tokens: int = 1) -> None:
         await until(lambda: self.supervisor.stats.generation_tokens >= tokens)
@@ -252,7 +252,8 @@ async def test_who_never_reads_holds_nothing_up(
     """Its response is generated at once, and far more than sockets hold."""
     async with serving(tiny_llama, drain_seconds=1) as server:
         prompts = [list(range(5, 105))] * 200
-        content = json.dumps({"prompt": prompts, "stream": True, "extra": {"pace": 0.001}}).encode()
+        body = {"prompt": prompts, "max_tokens": 100, "stream": True, "extra": {"pace": 0.001}}
+        content = json.dumps(body).encode()
         head = (
             b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         )

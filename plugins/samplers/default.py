@@ -2,8 +2,9 @@
 
 In order: penalties, logit bias, what is allowed and what is banned, `min_tokens`; then greedy rows take the likeliest
 token (the first of equals), the others temperature, min-p, top-k, top-p and one draw. A filter is a threshold on
-probability and keeps all that equal it, so what it keeps does not depend on how anything was sorted. The draw inverts
-the cumulative distribution, in order of token id, at one uniform number that is a function of (seed, output index).
+probability and keeps all that equal it, so what it keeps does not depend on how anything was sorted. High temperatures
+make tokens so nearly equal that it takes float64 to tell them apart. The draw inverts the cumulative distribution, in
+order of token id, at one uniform number that is a function of (seed, output index).
 Every number of a row is computed from that row alone: company changes nothing.
 """
 
@@ -23,6 +24,8 @@ Array = np.ndarray[Any, Any]
 Largest = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 TINY = torch.finfo(torch.float32).tiny
 HUGE = 1e30  # divided by the lowest temperature still a float32
+HOT = 16  # above this temperature, probabilities are filtered in float64
+HOTTEST = 1e8  # higher ones count as this: all is about as likely, and float64 still tells what is likelier
 SPAN = 256  # tokens summed at once when a whole row is searched: one pass and two short searches
 HEAD = 256  # likeliest tokens that are looked at first for the nucleus
 _GAMMA = 0x9E3779B97F4A7C15
@@ -105,23 +108,46 @@ class _Minimum(NamedTuple):
     ends: torch.Tensor
 
 
-class _Setup:
-    """The parameters of one batch as tensors; None where no row needs the thing. `n` rows are random, the filtered
-    among them (top-k, top-p, min-p) are numbered from 0 again.
+class _Filters:
+    """The filters (top-k, top-p, min-p) of some of the random rows as tensors; None where no row needs the thing.
 
+    rows: int64 [filtered], which they are; from here on they are numbered from 0 again. dtype: of their probabilities.
     counts: int64 [filtered], how many of the likeliest tokens to look at first; 0: all. nuclear: those with a top-p;
     top_p: float64 [nuclear, 1], whole: bool [nuclear, 1], whether there is no other filter.
     """
+
+    def __init__(self, rows: Sequence[int], drawn: Sequence[SamplingParams], vocab: int, device: torch.device) -> None:
+        picked = [drawn[at] for at in rows]
+        self.rows = _index(rows, device)
+        self.dtype = torch.float64 if picked[0].temperature > HOT else torch.float32
+        self.min_p = _column([p.min_p for p in picked], device)[:, 0] if any(p.min_p > 0 for p in picked) else None
+        nuclear = [at for at, p in enumerate(picked) if p.top_p < 1]
+        self.nuclear = _index(nuclear, device) if nuclear else None
+        self.top_p = _column([max(picked[at].top_p, TINY) for at in nuclear], device).double()
+        cut = [0 < p.top_k < vocab for p in picked]
+        whole = [p.top_p < 1 and not p.min_p > 0 and not limited for p, limited in zip(picked, cut, strict=True)]
+        self.whole = torch.tensor([whole[at] for at in nuclear], dtype=torch.bool, device=device)[:, None]
+        counts = [p.top_k if limited else HEAD * all_ for p, limited, all_ in zip(picked, cut, whole, strict=True)]
+        self.counts = torch.tensor(counts, dtype=torch.int64, device=device)
+
+
+def _index(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    return send([np.array(rows, np.int64)], device)[0]
+
+
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    return send([np.array(values, np.float32)], device)[0][:, None]
+
+
+class _Setup:
+    """The parameters of one batch as tensors; None where no row needs the thing. `n` rows are random."""
 
     def __init__(self, batch: SampleBatch, device: torch.device, vocab: int, limits: Mapping[str, Limit]) -> None:
         self.ids, self.owner = batch.ids, batch.owner
         params = [batch.params[o] for o in batch.owner]
 
         def index(rows: Sequence[int]) -> torch.Tensor | None:
-            return send([np.array(rows, np.int64)], device)[0] if rows else None
-
-        def column(values: Sequence[float]) -> torch.Tensor:
-            return send([np.array(values, np.float32)], device)[0][:, None]
+            return _index(rows, device) if rows else None
 
         self.random_rows = [row for row, p in enumerate(params) if not p.greedy]
         self.random_owner = np.array([batch.owner[row] for row in self.random_rows], np.int64)
@@ -129,21 +155,13 @@ class _Setup:
         self.random = index(self.random_rows)
         self.greedy = index([row for row, p in enumerate(params) if p.greedy])
         drawn = [params[row] for row in self.random_rows]
-        self.temperature = column([p.temperature for p in drawn]) if any(p.temperature != 1 for p in drawn) else None
+        heat = [min(p.temperature, HOTTEST) for p in drawn]
+        self.temperature = _column(heat, device) if any(degree != 1 for degree in heat) else None
 
         filtered = [at for at, p in enumerate(drawn) if p.top_p < 1 or p.min_p > 0 or 0 < p.top_k < vocab]
-        self.filtered = index(filtered)
         self.plain = index(sorted(set(range(len(drawn))) - set(filtered)))
-        picked = [drawn[at] for at in filtered]
-        self.min_p = column([p.min_p for p in picked])[:, 0] if any(p.min_p > 0 for p in picked) else None
-        nuclear = [at for at, p in enumerate(picked) if p.top_p < 1]
-        self.nuclear = index(nuclear)
-        self.top_p = column([max(picked[at].top_p, TINY) for at in nuclear]).double()
-        cut = [0 < p.top_k < vocab for p in picked]
-        whole = [p.top_p < 1 and not p.min_p > 0 and not limited for p, limited in zip(picked, cut, strict=True)]
-        self.whole = torch.tensor([whole[at] for at in nuclear], dtype=torch.bool, device=device)[:, None]
-        counts = [p.top_k if limited else HEAD * all_ for p, limited, all_ in zip(picked, cut, whole, strict=True)]
-        self.counts = torch.tensor(counts, dtype=torch.int64, device=device)
+        groups = [at for at in filtered if heat[at] <= HOT], [at for at in filtered if heat[at] > HOT]
+        self.filters = [_Filters(some, drawn, vocab, device) for some in groups if some]
 
         rows = [
             row
@@ -216,14 +234,16 @@ def _draw(logits: torch.Tensor, setup: _Setup, uniform: torch.Tensor, largest: L
     """int64 [n] from the logits [n, vocab] of the random rows, which may be changed; uniform: float64 [n]."""
     if setup.temperature is not None:
         logits.div_(setup.temperature)
-    probs = torch.softmax(logits, -1)
-    if setup.filtered is None:
-        return _search(probs, uniform)
-    if setup.plain is None:
-        return _search_filtered(probs, setup, uniform, largest)
-    tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
-    tokens[setup.plain] = _search(probs[setup.plain], uniform[setup.plain])
-    tokens[setup.filtered] = _search_filtered(probs[setup.filtered], setup, uniform[setup.filtered], largest)
+    if not setup.filters:
+        return _search(torch.softmax(logits, -1), uniform)
+    if setup.plain is None and len(setup.filters) == 1:
+        return _search_filtered(logits, setup.filters[0], uniform, largest)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if setup.plain is not None:
+        tokens[setup.plain] = _search(torch.softmax(logits[setup.plain], -1), uniform[setup.plain])
+    for filters in setup.filters:
+        rows = filters.rows
+        tokens[rows] = _search_filtered(logits[rows], filters, uniform[rows], largest)
     return tokens
 
 
@@ -241,27 +261,30 @@ def _search(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return (span * SPAN + _passes(inside, target - before))[:, 0]
 
 
-def _search_filtered(probs: torch.Tensor, setup: _Setup, uniform: torch.Tensor, largest: Largest) -> torch.Tensor:
-    """The same over the few tokens that the filters leave, packed to the left: probs [filtered, vocab]."""
-    rows, vocab = probs.shape
-    least = torch.full((rows,), TINY, device=probs.device)
-    if setup.min_p is not None:
-        least = torch.maximum(least, setup.min_p * probs.amax(-1))
-    token, first, kept = _packed(largest(probs, setup.counts, least))
-    if setup.nuclear is not None:
-        ordered, sums, mass = _nucleus(kept, setup.nuclear, setup)
-        short = setup.whole & (sums[:, -1:] < mass)
+def _search_filtered(logits: torch.Tensor, filters: _Filters, uniform: torch.Tensor, largest: Largest) -> torch.Tensor:
+    """The same over the few tokens that the filters leave, packed to the left: logits [filtered, vocab]."""
+    rows, vocab = logits.shape
+    probs = torch.softmax(logits, -1, dtype=filters.dtype)
+    if filters.dtype is torch.float64:
+        largest = ReferenceBackend().largest  # backends' own are for float32
+    least = torch.full((rows,), TINY, dtype=filters.dtype, device=probs.device)
+    if filters.min_p is not None:
+        least = torch.maximum(least, filters.min_p * probs.amax(-1))
+    token, first, kept = _packed(largest(probs, filters.counts, least))
+    if filters.nuclear is not None:
+        ordered, sums, mass = _nucleus(kept, filters.nuclear, filters)
+        short = filters.whole & (sums[:, -1:] < mass)
         if short.any():
             # The likeliest tokens do not add up to it. Those under (1 - top_p) / vocab add up to less than 1 - top_p,
             # so none of them belongs to the nucleus.
-            again = setup.nuclear[short[:, 0]]
-            counts = setup.counts.index_fill(0, again, 0)
-            bound = (1 - setup.top_p[short[:, 0], 0]).float() / vocab
+            again = filters.nuclear[short[:, 0]]
+            counts = filters.counts.index_fill(0, again, 0)
+            bound = (1 - filters.top_p[short[:, 0], 0]).to(filters.dtype) / vocab
             token, first, kept = _packed(largest(probs, counts, least.index_copy(0, again, bound.clamp(min=TINY))))
-            ordered, sums, mass = _nucleus(kept, setup.nuclear, setup)
+            ordered, sums, mass = _nucleus(kept, filters.nuclear, filters)
         inside = (sums - ordered < mass).sum(-1, keepdim=True)
-        some = kept[setup.nuclear]
-        kept[setup.nuclear] = some.masked_fill(some < ordered.gather(1, inside - 1), 0.0)
+        some = kept[filters.nuclear]
+        kept[filters.nuclear] = some.masked_fill(some < ordered.gather(1, inside - 1), 0.0)
     cumulative = kept.cumsum(-1, dtype=torch.float64)
     chosen = _passes(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
     return token[first + chosen]
@@ -277,13 +300,15 @@ def _packed(found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[tor
     return token, first, kept
 
 
-def _nucleus(kept: torch.Tensor, rows: torch.Tensor, setup: _Setup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _nucleus(
+    kept: torch.Tensor, rows: torch.Tensor, filters: _Filters
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of the rows with a top-p, all float64: probabilities, the likeliest first, their cumulative sums, and what those
     of the nucleus add up to."""
     ordered = _descending(kept if len(rows) == len(kept) else kept[rows]).double()
     sums = ordered.cumsum(-1)
     # Top-p is a share of what min-p and top-k left; of everything, that is, where there was neither.
-    return ordered, sums, setup.top_p * torch.where(setup.whole, 1.0, sums[:, -1:])
+    return ordered, sums, filters.top_p * torch.where(filters.whole, 1.0, sums[:, -1:])
 
 
 def _descending(x: torch.Tensor) -> torch.Tensor:
