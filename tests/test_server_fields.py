@@ -411,7 +411,7 @@ ASKED: dict[str, list[Any]] = {
     "functions": [[{"name": "f"}]],
     "function_call": ["auto", {"name": "f"}],
     "suffix": ["b"],
-    "thinking_token_budget": [0, 5, -1.0],
+    "thinking_token_budget": [0, 5, -1.5],
     "chat_template": ["{{ 1 }}", ""],
 }
 
