@@ -56,12 +56,17 @@ class Server:
         verify = _trust(ca_file)
         direct = httpx.HTTPTransport(verify=verify, uds=str(uds) if uds else None)
         near = ("localhost", "127.0.0.1", "[::1]")  # no proxy leads there
-        self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {key.strip()}"} if key else {},
-            timeout=httpx.Timeout(None, connect=CONNECT),
-            verify=verify,
-            mounts={"all://": direct} if uds else {f"all://{host}": direct for host in near},
-        )
+        self._uds = uds
+        self._heard = False  # whether it speaks HTTP at all
+        try:
+            self._http = httpx.Client(
+                headers={"Authorization": f"Bearer {key.strip()}"} if key else {},
+                timeout=httpx.Timeout(None, connect=CONNECT),
+                verify=verify,
+                mounts={"all://": direct} if uds else {f"all://{host}": direct for host in near},
+            )
+        except (ValueError, ImportError, httpx.InvalidURL) as error:
+            raise ConfigError(f"HTTP_PROXY, HTTPS_PROXY, ALL_PROXY: {one_line(error)}") from None
 
     def __enter__(self) -> Server:
         return self
@@ -74,6 +79,7 @@ class Server:
         health = re.sub(r"/v\d+$", "", self.url) + "/health"
         with self._reported(), suppress(httpx.ReadTimeout):
             answer = self._http.get(health, timeout=CONNECT)
+            self._heard = True
             if answer.status_code == 503:
                 raise ChatError(f"{self._where} is not ready: {_said(answer)}")
 
@@ -94,7 +100,7 @@ class Server:
         """
         url = f"{self.url}/chat/completions"
         with self._reported(), self._http.stream("POST", url, json={**body, "stream": True}) as response:
-            if response.is_error:
+            if not response.is_success:
                 response.read()
             self._refused(response)
             finish = ""
@@ -118,23 +124,37 @@ class Server:
         try:
             yield
         except httpx.ConnectError as error:
-            why = one_line(error)
-            if "CERTIFICATE_VERIFY_FAILED" in why:
-                why += "; name whoever vouches for the server with --ca-file or SSL_CERT_FILE"
-            else:
-                why += "; start a server with `framework serve`, or name another one with --url"
-            raise ChatError(f"cannot connect to {self._where}: {why}") from None
-        except httpx.TransportError as error:
-            raise ChatError(f"{self._where}: {type(error).__name__}: {one_line(error)}") from None
-        except (ValueError, TypeError, AttributeError):  # JSON of some other kind
+            raise ChatError(f"cannot connect to {self._where}: {self._unconnected(one_line(error))}") from None
+        except httpx.RequestError as error:
+            hint = (
+                "" if self._heard or not self.url.startswith("http:") else "; if it speaks TLS, its --url is https://"
+            )
+            raise ChatError(f"{self._where}: {type(error).__name__}: {one_line(error)}{hint}") from None
+        except (ValueError, TypeError, AttributeError, RecursionError):  # JSON of some other kind
             raise ChatError(f"{self._where} gave an answer that is not in the OpenAI dialect") from None
+
+    def _unconnected(self, why: str) -> str:
+        """With what is to be done about it."""
+        if "CERTIFICATE_VERIFY_FAILED" in why:
+            return f"{why}; name whoever vouches for the server with --ca-file or SSL_CERT_FILE"
+        if "[SSL" in why:
+            return f"{why}; if it speaks no TLS, its --url is http://"
+        if self._uds:
+            return f"{why}; start a server with `framework serve --uds {self._uds}`, or name its socket with --uds"
+        return f"{why}; start a server with `framework serve`, or name another one with --url"
 
     def _refused(self, answer: httpx.Response) -> None:
         if answer.is_success:
             return
-        hint = f"; set {variable(API_KEY)} or OPENAI_API_KEY" if answer.status_code == 401 else ""
-        hint = "; is the path of --url right?" if answer.status_code == 404 else hint
-        raise ChatError(f"{self._where} refuses ({answer.status_code}): {_said(answer)}{hint}")
+        status, said, hint = answer.status_code, _said(answer), ""
+        if answer.next_request is not None:
+            target = brief(str(answer.next_request.url), 200)
+            raise ChatError(f"{self._where} redirects ({status}) to {target}; name the server there with --url")
+        if status == 401:
+            hint = f"; set {variable(API_KEY)} or OPENAI_API_KEY"
+        elif status == 404:
+            hint = "; is --model right?" if "model" in said.lower() else "; is the path of --url right?"
+        raise ChatError(f"{self._where} refuses ({status}): {said}{hint}")
 
 
 def _trust(ca_file: Path | None) -> ssl.SSLContext:
@@ -152,8 +172,8 @@ def _said(answer: httpx.Response) -> str:
     """Why, in the server's words."""
     try:
         return _message(answer.json())
-    except ValueError:
-        return brief(" ".join(answer.text.split()), 200) or answer.reason_phrase
+    except (ValueError, RecursionError):
+        return _CONTROL.sub("", brief(" ".join(answer.text.split()), 200)) or answer.reason_phrase
 
 
 def _message(body: Any) -> str:

@@ -219,8 +219,8 @@ class Engine:
         if isinstance(exc, PluginError) and exc.plugin:
             message = str(exc)
             report_fault(self.planner.policy.faults, exc.plugin, message, exc)
-        say = log.debug if isinstance(exc, _Interrupted) else log.error
-        say("step failed; its requests are computed again", step=plan.step, error=message, exc_info=exc)
+        if not isinstance(exc, _Interrupted):
+            log.error("step failed; its requests are computed again", step=plan.step, error=message, exc_info=exc)
         later = [self._flying.popleft() for _ in range(len(self._flying))]
         for behind, pending, _ in later:
             try:

@@ -49,9 +49,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.asked.append((self.path, dict(self.headers), body))
         self.server.script(self)
 
-    def reply(self, status: int, body: Any) -> None:
+    def reply(self, status: int, body: Any, **headers: str) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -178,7 +180,12 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         assert chat("hi", "--uds", str(tmp_path / "socket")).stdout == "Hello\n"
         assert server.asked[-1][0] == "/v1/chat/completions"
     done = chat("hi", "--uds", str(tmp_path / "none"))
-    assert done.exit_code == 1 and f"/v1 on {tmp_path / 'none'}: " in done.stderr and "framework serve" in done.stderr
+    assert (
+        done.exit_code == 1
+        and f"/v1 on {tmp_path / 'none'}: " in done.stderr
+        and f"`framework serve --uds {tmp_path / 'none'}`" in done.stderr
+    )
+    assert "--url" not in done.stderr
 
 
 def test_reasoning_is_no_part_of_a_piped_answer() -> None:
@@ -212,6 +219,19 @@ REFUSALS: list[tuple[Script, str]] = [
     ),
     (lambda h: h.reply(503, b"<html>upstream\n is away"), "(503): <html>upstream is away"),
     (lambda h: h.reply(500, b""), "(500): Internal Server Error"),
+    (
+        lambda h: h.reply(307, {}, location="https://example.org/v1/chat/completions"),
+        "redirects (307) to https://example.org/v1/chat/completions; name the server there with --url",
+    ),
+    (lambda h: h.reply(302, b"moved", location="/else where"), "/else%20where; name the server there with --url"),
+    (lambda h: h.reply(304, b""), "refuses (304): Not Modified"),
+    (lambda h: h.reply(404, {"error": "model 'first' not found"}), "(404): model 'first' not found; is --model right?"),
+    (lambda h: h.reply(500, b"\x1b]0;title\x07no"), "(500): ]0;titleno"),
+    (lambda h: h.reply(400, b"[" * 100_000), "refuses (400): [[["),
+    (lambda h: h.reply(200, b"[" * 100_000), "not in the OpenAI dialect"),
+    (lambda h: h.reply(200, b"no gzip", content_encoding="gzip"), "DecodingError: Error -3 while decompressing"),
+    (lambda h: h.reply(400, b"no gzip", content_encoding="gzip"), "DecodingError: Error -3 while decompressing"),
+    (lambda h: h.connection.close(), "Error: "),
     (lambda h: h.reply(200, b"[]"), "not in the OpenAI dialect"),
     (lambda h: h.stream("data: nonsense"), "not in the OpenAI dialect"),
     (lambda h: h.stream("data: [1]"), "not in the OpenAI dialect"),
@@ -231,6 +251,27 @@ def test_what_goes_wrong_is_one_line(script: Script, why: str) -> None:
     assert done.exit_code == 1 and why in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert done.stdout in ("", "Hel\n")
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_a_redirect_on_the_way_is_named(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    def moved(handler: Handler) -> None:
+        handler.reply(*((308, b"") if handler.path == path else (404, b"")), location=f"https://example.org{path}")
+
+    monkeypatch.setattr(Handler, "do_GET", moved)
+    with scripted(lambda h: h.reply(301, b"", location="https://example.org/")) as server:
+        model = ("--model", "m") if path == "/health" else ()
+        done = chat("hi", "--url", server.url, *model)
+    where = "/" if path == "/health" else path
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert f") to https://example.org{where}; name the server there with --url\n" in done.stderr
+
+
+@pytest.mark.parametrize("proxy", ["ftp://a", "http://a:b"])
+def test_a_proxy_that_is_none(proxy: str) -> None:
+    done = chat("hi", "--url", "http://192.0.2.1", HTTP_PROXY=proxy)
+    assert done.exit_code == 2 and done.stderr.startswith("error: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_nobody_listens() -> None:
@@ -273,6 +314,11 @@ def test_our_server_with_a_key_and_a_certificate(tiny_llama: Path, tmp_path: Pat
         assert done.exit_code == 1 and "(401): an API key is needed" in done.stderr
         done = chat("hi", "--url", url, FRAMEWORK_API_KEY="sk-1")
         assert done.exit_code == 1 and "--ca-file or SSL_CERT_FILE" in done.stderr
+        done = chat("hi", "--url", server.url)
+        assert done.exit_code == 1 and done.stderr.endswith("; if it speaks TLS, its --url is https://\n")
+    with scripted() as plain:
+        done = chat("hi", "--url", plain.url.replace("http:", "https:"))
+        assert done.exit_code == 1 and done.stderr.endswith("; if it speaks no TLS, its --url is http://\n")
     for file, why in ((tmp_path / "none", "cannot read"), (key, "holds no certificate")):
         done = chat("hi", "--url", url, "--ca-file", str(file))
         assert done.exit_code == 2 and why in done.stderr

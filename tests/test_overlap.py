@@ -389,8 +389,11 @@ def test_the_last_figures_say_that_all_is_free(make: Make) -> None:
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize("where", ["submit", "result"])
-def test_an_interrupted_step_is_computed_again(make: Make, overlap: str, where: str) -> None:
+def test_an_interrupted_step_is_computed_again(
+    make: Make, overlap: str, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """By Ctrl-C, while others go on: nothing that it had stays behind, and there may be victims again."""
+    caplog.set_level("DEBUG")
     expected = run(make("off", late=False), kinds(14))
     llm = make(overlap, late=False, kv_blocks=16)
     submit, count = llm.engine.executor.submit, 0
@@ -429,6 +432,7 @@ def test_an_interrupted_step_is_computed_again(make: Make, overlap: str, where: 
         except KeyboardInterrupt:
             continue
     assert not left and llm.engine.stats().preemptions_swap + llm.engine.stats().preemptions_recompute > 0
+    assert "step failed; its" not in caplog.text
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])

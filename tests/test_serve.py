@@ -154,6 +154,20 @@ def test_sigterm_ends_what_takes_longer(tiny_llama: Path, tmp_path: Path) -> Non
         assert text.endswith("data: [DONE]\n\n")
 
 
+def test_two_signals_end_a_step_in_silence(tiny_llama: Path, tmp_path: Path) -> None:
+    """The engine is ended within it: nothing is computed again."""
+    slow = ("--executor", "scripted", "--executor-opt", "delay=0.05", "--log-level", "debug")
+    with serve(tiny_llama, tmp_path, *slow) as served:
+        served.ready()
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG, timeout=60) as response:
+            chunks = response.iter_text()  # whoever drops it hangs up
+            next(chunks)
+            served.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            assert served.stop(signal.SIGTERM) == 0
+        assert "ending at once" in served.output and "failed" not in served.output
+
+
 def rogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Flags of a server whose engine does what requests say."""
     monkeypatch.setenv("PYTHONPATH", str(install(tmp_path / "plugins")))
