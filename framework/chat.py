@@ -126,9 +126,8 @@ class Server:
         except httpx.ConnectError as error:
             raise ChatError(f"cannot connect to {self._where}: {self._unconnected(one_line(error))}") from None
         except httpx.RequestError as error:
-            hint = (
-                "" if self._heard or not self.url.startswith("http:") else "; if it speaks TLS, its --url is https://"
-            )
+            silent = isinstance(error, httpx.ReadError | httpx.RemoteProtocolError) and not self._heard
+            hint = "; if it speaks TLS, its --url is https://" if silent and self.url.startswith("http:") else ""
             raise ChatError(f"{self._where}: {type(error).__name__}: {one_line(error)}{hint}") from None
         except (ValueError, TypeError, AttributeError, RecursionError):  # JSON of some other kind
             raise ChatError(f"{self._where} gave an answer that is not in the OpenAI dialect") from None

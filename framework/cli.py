@@ -99,6 +99,8 @@ def _generate(
 
     _warn()
     text = _piped("prompt").removesuffix("\n") if prompt == "-" else prompt
+    if not (text if chat is False else text.strip()):
+        raise InvalidRequest("prompt", "the prompt is empty")
     fields = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "stop": tuple(stop or ())}
     given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if "seed" in settings.model_fields_set:

@@ -74,7 +74,7 @@ class Engine:
         # outgrows the pool ends with "length".
         needed = self.kv.peak(requests[0], len(prompt) if params.max_tokens is None else limit - 1)
         if needed > self._blocks:
-            reason = f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} need {needed} KV blocks"
+            reason = f"{len(prompt)} prompt tokens and {params.max_tokens or 0} of output need {needed} KV blocks"
             return [refusal(message.id, f"{reason}, the whole pool has {self._blocks}", 400)]
         for at, request in enumerate(requests):
             refused = self._accept(request)

@@ -1,5 +1,8 @@
 """Errors that reach a user. Each says which field is wrong and what to do about it."""
 
+import json
+from typing import Any
+
 
 class FrameworkError(Exception):
     """Base of every error that is the user's to fix: shown as one line, without a traceback."""
@@ -53,3 +56,11 @@ def brief(text: str, limit: int) -> str:
 def one_line(error: BaseException, limit: int = 200) -> str:
     """What `error` says, for a message of ours."""
     return brief(" ".join(str(error).split()), limit) or type(error).__name__
+
+
+def quoted(value: Any, limit: int = 80) -> str:
+    """A value that a client or a user sent, in the words of JSON, cut to `limit` characters."""
+    try:
+        return brief(json.dumps(value, ensure_ascii=False), limit)
+    except (TypeError, ValueError, RecursionError):  # of Python's own, or nested too deeply
+        return f"a value of type {type(value).__name__}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from .errors import ConfigError, InvalidRequest, brief
+from .errors import ConfigError, InvalidRequest, quoted
 from .grammars import FIELD, normalised
 from .messages import EngineInfo
 from .types import INT64, SamplingParams
@@ -196,8 +196,8 @@ class InputProcessor:
         if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidRequest(
                 "max_tokens",
-                f"max_tokens: {_TOO_LONG} for it: {longest} prompt tokens + {params.max_tokens} max_tokens exceed the "
-                f"limit of {limit} tokens; ask for at most {room}",
+                f"max_tokens: too large: {longest} prompt tokens + {params.max_tokens} exceed the limit of {limit} "
+                f"tokens (prompt and output); ask for at most {room}",
             )
         eos = params.eos_token_ids or tuple(id for id in self.tokenizer.eos_token_ids if 0 <= id < vocab)
         bias = {id: max(-100.0, min(by, 100.0)) if math.isfinite(by) else by for id, by in params.logit_bias.items()}
@@ -235,7 +235,7 @@ class InputProcessor:
         found = [self.tokenizer.encode(text, False) for text in (bare, " " + bare)]
         found += [behind[len(before) :]] if behind[: len(before)] == before else []
         if not any(found):
-            raise InvalidRequest("bad_words", f"bad_words: {brief(repr(word), 80)} has no tokens; leave it out")
+            raise InvalidRequest("bad_words", f"bad_words: {quoted(word)} has no tokens; leave it out")
         for ids in found:
             if ids and max(ids) < self.info.vocab_size:
                 yield tuple(ids)
@@ -244,7 +244,7 @@ class InputProcessor:
         """Checked and ready for the engine. Raises `InvalidRequest` naming the field at fault: a priority other than 0
         too, where nothing goes by it, because whoever sets one relies on it."""
         if not isinstance(priority, int | None):
-            raise InvalidRequest("priority", f"priority must be an integer, got {priority!r}")
+            raise InvalidRequest("priority", f"priority must be an integer, got {quoted(priority)}")
         if priority and "priority" not in self.info.uses:
             raise InvalidRequest(
                 "priority",
@@ -262,7 +262,7 @@ def _name(field: str, value: str | None, most: int) -> bytes:
     if value is None:
         return b""
     if not isinstance(value, str):
-        raise InvalidRequest(field, f"{field} must be a string, got {value!r}")
+        raise InvalidRequest(field, f"{field} must be a string, got {quoted(value)}")
     if len(value) > most:
         raise InvalidRequest(field, f"{field} must have at most {most} characters, got {len(value)}")
     try:

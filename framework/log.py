@@ -58,6 +58,7 @@ def _access(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
     if event["logger"] == "uvicorn.access" and isinstance(args, tuple) and len(args) == 5:
         client, method, path, version, status = args
         event.update(event="http request", method=method, path=path, status=status)
+        client = client.removesuffix(":0") or "unix"  # a proxy tells no port, a Unix socket nothing
         event.update(client=client, http_version=version)
     return event
 

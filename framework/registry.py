@@ -26,6 +26,9 @@ GROUP = "framework.plugins"
 API = 1
 """Major number of the contract; a provider that was written for another one is refused."""
 
+_WORDS = {"kernel": ("auto",), "model": ("auto",), "tool_parser": ("auto", "none")}
+"""What may stand where the name of a provider does."""
+
 
 class Plugins:
     """All loaded plugins of one process, and the hook relay that calls the active ones."""
@@ -112,9 +115,9 @@ class Plugins:
         """Raises `ConfigError` listing the valid names."""
         provider = self._providers.get((kind, name))
         if provider is None:
-            names = ", ".join(sorted(p.name for p in self.providers(kind))) or "none is installed"
+            names = ", ".join([*_WORDS.get(kind, ()), *sorted(p.name for p in self.providers(kind))])
             what = f"{selector(kind)} {name}: no such {kind}" if name else f"{selector(kind)}: no name is given"
-            raise ConfigError(f"{what}; available: {names}")
+            raise ConfigError(f"{what}; available: {names or 'none is installed'}")
         return provider
 
     def create(self, kind: str, name: str, options: Mapping[str, Any] | None = None, **context: Any) -> Any:

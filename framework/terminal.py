@@ -30,9 +30,17 @@ class UI(Protocol):
     def progress(self, stage: str, share: float) -> None:
         """`share` of `stage` is done: 0..1."""
 
-    def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False, uds: Path | None = None) -> None:
+    def banner(
+        self,
+        info: EngineInfo,
+        url: str,
+        chat: bool,
+        key: str = "",
+        uds: Path | None = None,
+        certificate: Path | None = None,
+    ) -> None:
         """Ready at `url` (such as http://127.0.0.1:8000), on the Unix socket `uds` if there is one; `chat`: it has a
-        chat template; `keys`: requests need one."""
+        chat template; `key`: what to write where requests need one; `certificate`: of HTTPS, its own."""
 
 
 class TerminalUI:
@@ -74,13 +82,23 @@ class TerminalUI:
             task = self._stages[stage] = self._bars.add_task(stage, total=1.0)
         self._bars.update(task, completed=share)
 
-    def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False, uds: Path | None = None) -> None:
+    def banner(
+        self,
+        info: EngineInfo,
+        url: str,
+        chat: bool,
+        key: str = "",
+        uds: Path | None = None,
+        certificate: Path | None = None,
+    ) -> None:
         """See `UI`."""
         self.close()
-        print(banner(info, url, chat, keys, uds), flush=True)
+        print(banner(info, url, chat, key, uds, certificate), flush=True)
 
 
-def banner(info: EngineInfo, url: str, chat: bool, keys: bool = False, uds: Path | None = None) -> str:
+def banner(
+    info: EngineInfo, url: str, chat: bool, key: str = "", uds: Path | None = None, certificate: Path | None = None
+) -> str:
     """Plain lines that no terminal width breaks: the last one is to be pasted."""
     names = sorted(info.providers.items(), key=lambda item: (*_ORDER, item[0]).index(item[0]))
     tokens = info.kv_blocks * info.block_size
@@ -106,7 +124,7 @@ def banner(info: EngineInfo, url: str, chat: bool, keys: bool = False, uds: Path
     ]
     lines = [f"  {name:<9} {text}" for name, text in rows]
     head = f"framework {__version__} is ready (loaded in {info.load_seconds:.1f} s)"
-    return "\n".join(["", head, *lines, "", f"  {curl(info.model, url, chat, keys, uds)}", ""])
+    return "\n".join(["", head, *lines, "", f"  {curl(info.model, url, chat, key, uds, certificate)}", ""])
 
 
 def _preemption(info: EngineInfo) -> str:
@@ -123,14 +141,19 @@ def _preemption(info: EngineInfo) -> str:
     return f"{text} ({', '.join(rates)})" if rates else text
 
 
-def curl(model: str, url: str, chat: bool, keys: bool = False, uds: Path | None = None) -> str:
-    """A first request, quoted for a POSIX shell, which puts in the key that it has in its environment."""
+def curl(
+    model: str, url: str, chat: bool, key: str = "", uds: Path | None = None, certificate: Path | None = None
+) -> str:
+    """A first request, quoted for a POSIX shell, which puts in a `key` that is a variable's, such as $NAME."""
     ask: dict[str, object]
     if chat:
         route, ask = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is photosynthesis?"}]}
     else:
         route, ask = "/v1/completions", {"prompt": "Photosynthesis is"}
     body = json.dumps({"model": model, **ask, "max_tokens": 64, "temperature": 0})
-    key = ' -H "Authorization: Bearer $FRAMEWORK_API_KEY"' if keys else ""
+    bearer = f"Authorization: Bearer {key}"
+    header = f' -H "{bearer}"' if key.startswith("$") else f" -H {shlex.quote(bearer)}" if key else ""
     socket = f"--unix-socket {shlex.quote(str(uds))} " if uds else ""
-    return f"curl {socket}{shlex.quote(url + route)}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    trust = f"--cacert {shlex.quote(str(certificate))} " if certificate else ""
+    options = f"{header} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return f"curl {socket}{trust}{shlex.quote(url + route)}{options}"

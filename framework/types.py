@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from .errors import InvalidRequest, brief
+from .errors import InvalidRequest, quoted
 
 if TYPE_CHECKING:
     from .kv import Usage
@@ -98,7 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         def need(ok: bool, field: str, rule: str) -> None:
             if not ok:
-                raise InvalidRequest(field, f"{field} must be {rule}, got {brief(repr(getattr(self, field)), 80)}")
+                raise InvalidRequest(field, f"{field} must be {rule}, got {quoted(getattr(self, field))}")
 
         def finite(field: str) -> bool:
             return math.isfinite(getattr(self, field))
@@ -107,7 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         need(
             self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             "min_tokens",
-            f"between 0 and max_tokens ({self.max_tokens})" if self.max_tokens else "0 or more",
+            f"between 0 and {self.max_tokens}, the most tokens to generate" if self.max_tokens else "0 or more",
         )
         need(finite("temperature") and self.temperature >= 0, "temperature", "a finite number, 0 or more")
         need(finite("top_p") and 0 < self.top_p <= 1, "top_p", "in (0, 1]")

@@ -54,6 +54,18 @@ class RequestIds:
         await self._app(scope, receive, with_id)
 
 
+class Heads:
+    """Answers HEAD as GET, on the routes of plugins, too. What sends the answer leaves its body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
 def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> ASGIApp:
     """The application for one ready engine; for everybody, unless there are `keys`."""
     # FastAPI's own instrumentation: the telemetry plugins see more, and it logs what clients send it
@@ -63,17 +75,20 @@ def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> 
         telemetry={"tracing": False, "metrics": False, "logs": False},
         docs_url=None,
         redoc_url=None,
+        generate_unique_id_function=shapes.operation_id,
     )
     errors.install(app, openai.spell)
     client = serving.client
 
     async def health() -> Response:
+        """Whether the engine works: 200, or else 503."""
         gone = client.dead or client.stalled
         if gone is not None:
             raise EngineDead(gone)
         return Response()
 
     async def version() -> Response:
+        """The server's version."""
         return JSONResponse({"version": __version__})
 
     for path in ("/health", "/ping"):
@@ -89,7 +104,7 @@ def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> 
         responses=shapes.ERRORS,
     )
     reference.install(app)
-    shapes.install(app)
+    shapes.install(app, bool(keys))
     app.include_router(operations.router(serving))
     app.include_router(tokens.router(serving))
     app.include_router(openai.router(serving))
@@ -109,7 +124,7 @@ def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> 
     except Exception as error:  # a plugin may have given anything
         plugin = plugins.blame("routes", error)
         raise PluginError(f"plugin {plugin!r}: routes: {type(error).__name__}: {error}", plugin) from error
-    inner: ASGIApp = LimitedBody(Prefixed(app))
+    inner: ASGIApp = LimitedBody(Heads(Prefixed(app)))
     if keys:
         inner = Authentication(inner, keys, spelling)
     return RequestIds(inner)  # outermost, so that every answer has an id

@@ -92,6 +92,13 @@ class JsonRoute(APIRoute):
                     raise InvalidRequest(
                         "Content-Type", f"Content-Type must be application/json, got {kind[:100] or 'none'}"
                     )
+                encoding = request.headers.get("content-encoding", "identity").strip().lower()
+                if encoding != "identity":
+                    raise HTTPException(
+                        415,
+                        f"Content-Encoding: {encoding[:100] or 'none'} is not read here; send the body as it is",
+                        {"Accept-Encoding": "identity"},
+                    )
                 request = _JsonRequest(request.scope, request.receive)
                 await request.json()
             return await handler(request)

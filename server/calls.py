@@ -138,17 +138,22 @@ class Calls:
         return {"content": content or None, "tool_calls": calls}
 
 
+def check_takes_tools(tokenizer: Tokenizer) -> None:
+    """Raise `InvalidRequest` where the chat template would drop them."""
+    if not tokenizer.takes_tools:
+        raise InvalidRequest(
+            "tools",
+            "tools: the chat template of this model has no place for tools; start the server with --chat-template "
+            "FILE, or leave them out",
+        )
+
+
 class ToolUse:
     """The tools of one request: what its answers are read by. Raises `InvalidRequest` where they cannot be served."""
 
     def __init__(self, fields: ToolFields, parser: type[ToolParser] | None, tokenizer: Tokenizer) -> None:
         """`parser`: the one of `select_parser`."""
-        if not tokenizer.takes_tools:
-            raise InvalidRequest(
-                "tools",
-                "tools: the chat template of this model has no place for tools; start the server with --chat-template "
-                "FILE, or leave them out",
-            )
+        check_takes_tools(tokenizer)
         mode, name = fields.choice
         if mode == "auto" and parser is None:
             raise InvalidRequest(

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from framework import EngineDead, FrameworkError, InvalidRequest, Rejected
-from framework.errors import brief
+from framework.errors import brief, quoted
 
 from .limits import MAX_INPUT, MAX_MESSAGE, MAX_PROBLEMS, RETRY_AFTER
 
@@ -28,8 +28,18 @@ _RULES = {
     "dict_type": "must be an object",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
+    "finite_number": "must be a finite number",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "string_too_short": "must have a length of at least {min_length}",
+    "string_too_long": "must have a length of at most {max_length}",
+    "string_unicode": "must be valid Unicode, without lone surrogates",
+    "too_short": "must have a length of at least {min_length}",
+    "too_long": "must have a length of at most {max_length}",
+    "literal_error": "must be {expected}",
 }
-"""Pydantic's error types in the words of JSON."""
+"""Pydantic's error types in the words of JSON: all that the bodies of requests can come to, but for "value_error"."""
 
 
 _FOLDERS = re.compile(r"(?<![\w.:/\\-])(?:~|\.{1,2}|[A-Za-z]:)?[/\\](?:[^\s/\\'\"(),:;]+[/\\])*")
@@ -41,7 +51,7 @@ class UnknownModel(FrameworkError):
 
 
 def unknown_model(name: str, names: Sequence[str]) -> UnknownModel:
-    return UnknownModel(f"model: {name!r} is not served here; available: {', '.join(names)}")
+    return UnknownModel(f"model: {quoted(name, MAX_INPUT)} is not served here; available: {', '.join(names)}")
 
 
 class Forbidden(FrameworkError):
@@ -110,10 +120,11 @@ def _invalid(error: RequestValidationError) -> tuple[str, str | None]:
     problems, first = [], None
     for found in error.errors()[:MAX_PROBLEMS]:
         where = brief(".".join(str(part) for part in found["loc"] if part != "body"), MAX_INPUT)
-        message = re.sub("^Input should", "must", found["msg"].removeprefix("Value error, "))
-        message = _RULES.get(found["type"], message)
+        message = re.sub("^Input should", "must", found["msg"].removeprefix("Value error, "))  # of plugins' bodies
+        if found["type"] in _RULES:
+            message = _RULES[found["type"]].format(**found.get("ctx", {})).replace("'", '"')
         if found["type"] not in ("missing", "value_error"):
-            message += f", got {brief(repr(found['input']), MAX_INPUT)}"
+            message += f", got {quoted(found['input'], MAX_INPUT)}"
         first = first or where or None
         problems.append(f"{where}: {message}" if where else message)
     return "; ".join(problems), first

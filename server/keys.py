@@ -35,6 +35,8 @@ class Keys:
     def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
         """`keys`: pairs of (name, key)."""
         self._digests = [(name, _digest(key.encode())) for name, key in keys]
+        self.shown = ""
+        """For a first request: the variable that a key is in, or where else to find one."""
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -65,7 +67,10 @@ class Keys:
             if same is not None:
                 raise ConfigError(f"{where}: the key is that of {sources[same]} too; give each name its own")
             found[name], sources[name] = key, where
-        return cls(found.items())
+        keys = cls(found.items())
+        if found:
+            keys.shown = f"${variable(API_KEY)}" if variable(API_KEY) in sources.values() else f"<a key of {file}>"
+        return keys
 
 
 def _of_file(file: Path | None) -> Iterator[tuple[str, str, str]]:

@@ -256,8 +256,9 @@ class _Run:
         gc.collect()
         gc.freeze()  # all that stays: looking through it again would stop every stream for 0.1 s now and then
         self._gate.open(app)
-        url, uds = _url(self._settings, self._listener), self._settings.uds
-        self._ui.banner(info, url, tokenizer.chat_template is not None, bool(self._keys), uds)
+        key, uds, certificate = self._keys.shown if self._keys else "", self._settings.uds, self._settings.ssl_certfile
+        url = _url(self._settings, self._listener)
+        self._ui.banner(info, url, tokenizer.chat_template is not None, key, uds, certificate)
 
 
 class _Opened(NamedTuple):

@@ -341,24 +341,30 @@ def router(serving: Serving) -> APIRouter:
         return Reply(generation, kind(serving, generation, body), bool(body.stream))
 
     async def models() -> Response:
+        """The models that are served."""
         return JSONResponse({"object": "list", "data": list(cards.values())})
 
     async def model(name: str) -> Response:
+        """One of the models that are served."""
         shown = serving.model if name == serving.given else name
         if shown not in cards:
             raise unknown_model(name, serving.names)
         return JSONResponse(cards[shown])
 
     async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Texts that go on from prompts; as events with `stream`."""
         return reply(_Completion, body, request)
 
     async def chat(body: ChatRequest, request: Request) -> Response:
+        """The next message of a chat; as events with `stream`."""
         return reply(_Chat, body, request)
 
-    async def absent() -> Response:
-        raise HTTPException(404, "this server generates text only: /v1/completions and /v1/chat/completions")
+    async def absent(request: Request) -> Response:
+        known = "/v1/chat/completions and /v1/completions"
+        raise HTTPException(404, f"{request.url.path} is not there: this server generates text only, at {known}")
 
     routes.add_api_route("/models", models, response_model=shapes.Models)
+    routes.add_api_route("/models/", models, include_in_schema=False)  # else the model without a name
     for path in ABSENT:
         routes.add_api_route(path, absent, methods=["POST"], include_in_schema=False)
     routes.add_api_route("/models/{name:path}", model, response_model=shapes.Model)

@@ -18,15 +18,18 @@ def router(serving: Serving) -> APIRouter:
     client = serving.client
 
     async def ready() -> Response:
+        """Whether further requests should come: 200, or else 503."""
         unfit = client.dead or client.stalled or client.draining
         if unfit is not None:
             raise EngineDead(unfit)
         return Response()
 
     async def load() -> Response:
+        """How many responses are unfinished."""
         return JSONResponse({"server_load": client.load})
 
     async def abort(body: AbortRequest, request: Request) -> Response:
+        """End requests by their ids."""
         # With API keys each caller ends its own requests; those of others are as if they were not there.
         tenant = getattr(request.state, "tenant", None)
         return JSONResponse({"aborted": client.cancel(frozenset(body.request_ids), tenant)})

@@ -31,7 +31,7 @@ def _page(api: Mapping[str, Any]) -> Iterator[str]:
     for path, methods in api["paths"].items():
         for method, operation in methods.items():
             yield f"<h2><code>{method.upper()} {escape(path)}</code></h2>\n"
-            yield f"<p>{escape(operation.get('description', ''))}</p>\n"
+            yield f"<p>{escape(' '.join((operation['summary'], operation.get('description', ''))))}</p>\n"
             content = operation.get("requestBody", {}).get("content", {})
             for kind in content.values():
                 schema = kind.get("schema", {})

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from framework import InvalidRequest, SamplingParams
-from framework.errors import brief
+from framework.errors import quoted
 from framework.inputs import Cut
 
 from .fields import (
@@ -158,11 +158,11 @@ def _text(part: object) -> str:
         raise ValueError("must be a string or a list of parts")
     kind = part.get("type")
     if kind not in _TEXTS:
-        what = brief(repr(kind), 40)
-        raise ValueError(f"parts of type {what} are not supported: this server reads 'refusal' and 'text' only")
+        what = quoted(kind, 40)
+        raise ValueError(f'parts of type {what} are not supported: this server reads "refusal" and "text" only')
     text = part.get(kind)
     if not isinstance(text, str):
-        raise ValueError(f"parts of type '{kind}' must have a string as their '{kind}'")
+        raise ValueError(f'parts of type "{kind}" must have a string as their "{kind}"')
     return text
 
 

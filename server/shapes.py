@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 from typing import Any, Literal, NotRequired
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # typing's own, for pydantic under Python 3.12
+
+from .keys import OPEN
 
 # Errors
 
@@ -29,7 +33,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Error, "description": HTTPStatus(status).phrase} for status in statuses}
 
 
-ERRORS = _errors(400, 401, 403, 404, 405, 408, 413, 429, 431, 500, 503)
+ERRORS = _errors(400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 503)
 """Of every route that answers errors so."""
 LATE = _errors(504) | {499: {"model": Error, "description": "Aborted"}}
 """Of those that generate, too."""
@@ -272,23 +276,37 @@ class Aborted(TypedDict):
 _CHUNKS = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatCompletionChunk}
 
 
-def install(app: FastAPI) -> None:
-    """Make the document of `app` say how streams look, and that what is invalid is answered with 400."""
+def operation_id(route: APIRoute) -> str:
+    """Of its method and path alone, whatever its handler is called: post_v1_chat_completions."""
+    method = min(route.methods or ())
+    return re.sub(r"\W+", "_", f"{method.lower()} {route.path_format}").strip("_")
+
+
+def install(app: FastAPI, keys: bool = False) -> None:
+    """Make the document of `app` say how streams look, that what is invalid is answered with 400, and what needs one
+    of the server's API `keys`."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            _amend(generate())
+            _amend(generate(), keys)
         assert app.openapi_schema is not None
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _amend(document: dict[str, Any]) -> None:
+def _amend(document: dict[str, Any], keys: bool) -> None:
     schemas = document["components"]["schemas"]
+    if keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for operation in operations.values():
+            if keys and path not in OPEN:
+                operation["security"] = [{"key": []}]
+            line = operation.get("description", "")
+            if line and "\n" not in line and operation["summary"].istitle():  # made of the handler's name
+                operation["summary"] = operation.pop("description")
             responses = operation["responses"]
             if "HTTPValidationError" in str(responses.get("422")):  # FastAPI's own, which no route here has
                 del responses["422"]

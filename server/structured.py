@@ -9,6 +9,7 @@ import msgspec
 from pydantic import WithJsonSchema
 
 from framework import InvalidRequest, StructuredOutputs
+from framework.errors import quoted
 
 _FORMATS = ("text", "json", "json_object", "json_schema", "regex", "structural_tag")
 _UNSUPPORTED: dict[str, tuple[bool, ...]] = {"whitespace_pattern": (), "disable_additional_properties": (False,)}
@@ -83,7 +84,7 @@ def _of_format(form: Mapping[str, Any]) -> StructuredOutputs | None:
             return _typed(field, {"json": schema, **(COMPACT if inner is value else {})})
         case "structural_tag":
             return _typed(field, {"structural_tag": {name: value for name, value in form.items() if name != "type"}})
-    raise InvalidRequest(field, f"{field}: type must be one of {', '.join(_FORMATS)}, got {str(kind)[:80]!r}")
+    raise InvalidRequest(field, f"{field}: type must be one of {', '.join(_FORMATS)}, got {quoted(kind)}")
 
 
 def _typed(field: str, values: Mapping[str, Any]) -> StructuredOutputs:

@@ -42,6 +42,7 @@ PATHS = frozenset({"/", "/generate", "/generate_stream", "/info"})
 
 _SPELT = {
     400: (422, "validation", "Input validation error: "),
+    415: (415, "validation", "Input validation error: "),
     429: (429, "overloaded", "Model is overloaded: "),
     499: (500, "incomplete_generation", "Incomplete generation: "),
     500: (424, "generation", "Request failed during generation: "),
@@ -73,7 +74,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (405, "Another method"),
         (408, "The request came too slowly"),
         (413, "The body is too large"),
-        (415, "The body is not said to be JSON"),
+        (415, "The body is not said to be JSON, or is compressed"),
         (422, "A field is wrong, or asks for what there is not"),
         (424, "Generating failed"),
         (429, "The queue is full"),

@@ -187,6 +187,8 @@ class BenchmarkRequest(GenerateParameters, Sender):
         """In the other form. Raises `InvalidRequest`."""
         sender = {name: getattr(self, name) for name in Sender.model_fields}
         if not self.flat:
+            if self.prompt is not None:
+                raise InvalidRequest("prompt", "`prompt` and `inputs` exclude one another; leave out one of them")
             if self.inputs is None:
                 raise InvalidRequest("inputs", "`inputs` is required, or else `prompt`")
             return GenerateRequest(inputs=self.inputs, parameters=self.parameters, stream=self.stream, **sender)

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from framework import InvalidRequest
 
 from . import shapes, tgi
+from .calls import check_takes_tools
 from .generation import Serving
 from .limits import INLINE_TEXT, MAX_TEXT
 from .openai import Route
@@ -51,24 +52,33 @@ def router(serving: Serving) -> APIRouter:
         text = _limited(tokenizer.render(body.chat(), **body.template()), "messages")
         return {"tokenize_response": spans(text, False), "templated_text": text}
 
+    def check(body: ChatTokenizeRequest) -> None:
+        serving.check_model(body.model)
+        if body.tools and body.messages:
+            check_takes_tools(tokenizer)
+
     async def tokenize(body: TokenizeRequest) -> Response:
+        """The token ids of a text or a chat."""
         body.check()
         text, special = body.inputs, body.add_special_tokens is not False
         if text is not None:  # TGI's body has no model
             return await _answer(lambda: spans(_limited(text, "inputs"), special), len(text))
-        serving.check_model(body.model)
+        check(body)
         return await _answer(lambda: tokenized(body), len(body.prompt or "") + body.size)
 
     async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
         serving.check_model(body.model)
         return await _answer(lambda: detokenized(body), len(body.tokens))
 
     async def chat_tokenize(body: ChatTokenizeRequest) -> Response:
-        serving.check_model(body.model)
+        """What the chat template makes of a chat, and where each token stands in it."""
+        check(body)
         body.check()
         return await _answer(lambda: chat_spans(body), body.size)
 
     async def tokenizer_info() -> Response:
+        """Special tokens, chat template and vocabulary."""
         info = {
             "tokenizer_class": "PreTrainedTokenizerFast",  # what a tokenizer.json is to transformers
             "model_max_length": inputs.info.max_model_len,

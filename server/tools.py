@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from framework import InvalidRequest
-from framework.errors import brief
+from framework.errors import brief, quoted
 
 from .fields import check_texts, valid_text
 from .limits import MAX_INPUT, MAX_TOOL_BYTES, MAX_TOOL_CALLS, MAX_TOOLS
@@ -47,13 +47,13 @@ _FUNCTION = {
 
 def _name(value: str) -> str:
     if not _NAME.fullmatch(value):
-        raise ValueError("must have 1 to 64 letters, digits, '_', '-' and '.'")
+        raise ValueError("must have 1 to 64 letters, digits, _, - and .")
     return value
 
 
 def _parameters(value: dict[str, Any]) -> dict[str, Any]:
     if value.get("type", "object") != "object":
-        raise ValueError("must be the schema of an object: {'type': 'object', 'properties': ...}")
+        raise ValueError('must be the schema of an object: {"type": "object", "properties": ...}')
     return value
 
 
@@ -112,7 +112,7 @@ def _sized(value: object) -> object:
 def _unique(tools: list[Tool]) -> list[Tool]:
     for name, count in Counter(tool.function.name for tool in tools).items():
         if count > 1:
-            raise ValueError(f"the name {name!r} is given twice; each tool needs its own")
+            raise ValueError(f"the name {quoted(name)} is given twice; each tool needs its own")
     return tools
 
 
@@ -130,7 +130,7 @@ def _choice(value: Any) -> ToolChoice | None:
             return ToolChoice(value)
         case {"function": {"name": str(name)}} if value.get("type", "function") == "function":
             return ToolChoice("named", name)
-    raise ValueError("must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}")
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
 
 
 class ToolFields(BaseModel):
@@ -155,9 +155,7 @@ class ToolFields(BaseModel):
             raise InvalidRequest("tool_choice", "tool_choice needs tools")
         if self.choice.mode == "named" and self.choice.name not in names:
             known = brief(", ".join(names), MAX_INPUT)
-            raise InvalidRequest(
-                "tool_choice", f"tool_choice: {brief(self.choice.name, 64)!r} is not in tools: {known}"
-            )
+            raise InvalidRequest("tool_choice", f"tool_choice: {quoted(self.choice.name)} is not in tools: {known}")
 
     def shown(self) -> list[dict[str, Any]]:
         """The tools that the model is told of: none where it may not call them."""
@@ -216,7 +214,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
             arguments = rest.get("arguments") or {}
         case _:
             raise InvalidRequest(
-                where, f"{where} must be {{'id': ..., 'type': 'function', 'function': {{'name': ...}}}}"
+                where, f'{where} must be {{"id": ..., "type": "function", "function": {{"name": ...}}}}'
             )
     if isinstance(arguments, str):
         try:

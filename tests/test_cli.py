@@ -18,10 +18,11 @@ from serving import eventually
 from typer.testing import CliRunner
 
 import framework
-from framework import cli, registry
+from framework import ConfigError, cli, registry
 from framework.environment import mask, variables
 from framework.flags import flags, panels
 from framework.messages import EngineInfo
+from framework.registry import load_plugins
 from framework.settings import Settings
 from framework.terminal import TerminalUI, banner, curl
 
@@ -226,6 +227,20 @@ def test_every_bundled_option_is_described() -> None:
             assert info.description, f"{provider.name}: {option}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("tool_parser", "available: auto, none, hermes, "),
+        ("kernel", "available: auto, cpu, "),
+        ("model", "available: auto, "),
+        ("scheduler", "available: fair, "),
+    ],
+)
+def test_unknown_names_are_told_all_that_may_stand_there(kind: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_plugins().get(kind, "nope")
+
+
 def test_plugins_show_without_options_and_unknown() -> None:
     assert "no options" in run("plugins", "show", "fcfs").output
     result = run("plugins", "show", "nope")
@@ -294,12 +309,19 @@ def test_generate_logs_as_it_is_told(tiny_llama: Path, monkeypatch: pytest.Monke
     ("line", "message"),
     [
         ("--top-p 5", "top_p must be in (0, 1], got 5.0"),
+        ("--stop=", 'stop must be made of non-empty strings, got [""]'),
         ("--model /nowhere/at/all", "--model /nowhere/at/all: no such file or directory"),
     ],
 )
 def test_generate_refuses_before_it_loads(line: str, message: str) -> None:
     result = run("generate", "hello", *line.split())
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
+
+
+@pytest.mark.parametrize("prompt", [["", "--raw"], [""], [" \n"], [" ", "--chat"], ["-"]])
+def test_generate_refuses_an_empty_prompt(prompt: list[str]) -> None:
+    result = run("generate", *prompt)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "error: the prompt is empty\n")
 
 
 @pytest.mark.slow
@@ -342,14 +364,26 @@ INFO = EngineInfo(
 )
 
 
-def test_the_first_request_brings_the_key_of_its_shell() -> None:
-    line = curl(INFO.model, "https://127.0.0.1:8000", chat=True, keys=True)
-    assert line in banner(INFO, "https://127.0.0.1:8000", chat=True, keys=True)
+def shown_by_a_shell(line: str, **env: str) -> list[str]:
+    """The arguments that `curl` gets."""
     command = line.replace("curl ", "printf '%s\\n' ", 1)
-    shown = subprocess.run(
-        ["sh", "-c", command], env={"FRAMEWORK_API_KEY": "sk-1"}, capture_output=True, text=True, check=True
-    )
-    assert "Authorization: Bearer sk-1" in shown.stdout.splitlines()
+    return subprocess.run(
+        ["sh", "-c", command], env=env, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+def test_the_first_request_brings_the_key_of_its_shell() -> None:
+    line = curl(INFO.model, "https://127.0.0.1:8000", True, "$FRAMEWORK_API_KEY")
+    assert line in banner(INFO, "https://127.0.0.1:8000", True, "$FRAMEWORK_API_KEY")
+    assert "Authorization: Bearer sk-1" in shown_by_a_shell(line, FRAMEWORK_API_KEY="sk-1")
+
+
+def test_the_first_request_says_where_a_key_is_and_whom_to_trust() -> None:
+    key, certificate = "<a key of $HOME's `keys`>", Path("/etc/it's mine.pem")
+    line = curl(INFO.model, "https://127.0.0.1:8000", True, key, certificate=certificate)
+    assert line in banner(INFO, "https://127.0.0.1:8000", True, key, certificate=certificate)
+    words = shown_by_a_shell(line)
+    assert words[words.index("--cacert") + 1] == str(certificate) and f"Authorization: Bearer {key}" in words
 
 
 def test_banner() -> None:

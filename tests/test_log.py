@@ -64,6 +64,14 @@ def test_access_line_is_structured() -> None:
     assert (line["client"], line["http_version"]) == ("127.0.0.1:5", "1.1")
 
 
+@pytest.mark.parametrize(("told", "client"), [("", "unix"), ("9.9.9.9:0", "9.9.9.9"), ("::1:80", "::1:80")])
+def test_clients_that_have_no_port(told: str, client: str) -> None:
+    """On a Unix socket uvicorn knows nobody, and a proxy tells no port."""
+    stream = configured()
+    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', told, "GET", "/", "1.1", 200)
+    assert objects(stream)[0]["client"] == client
+
+
 def test_exception_is_one_json_line() -> None:
     stream = configured()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jsonschema_rs
 import pytest
 from echo_engine import EchoProcess
 from framework.server import schemas, tgi_schemas
+from framework.server.keys import Keys
 from framework.server.shapes import ERRORS
 from pydantic import ValidationError
 from serving import Running, events, running
@@ -75,6 +77,36 @@ def test_every_route_says_how_it_fails(document: dict[str, Any]) -> None:
     assert "504" not in document["paths"]["/tokenize"]["post"]["responses"]
     assert "HTTPValidationError" not in json.dumps(document)
     assert document["paths"]["/health"]["get"]["responses"]["200"].get("content") is None
+
+
+def test_every_operation_has_a_name_and_says_what_it_does(document: dict[str, Any]) -> None:
+    named = {}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            named[operation["operationId"]] = method + re.sub(r"\W+", "_", path).rstrip("_")
+            assert operation["summary"][-1] == "." and " " in operation["summary"], operation
+    assert all(id == name for id, name in named.items())
+    assert len(named) == sum(map(len, document["paths"].values()))
+    assert {"post", "post_v1_chat_completions", "get_v1_models_name"} <= set(named)
+
+
+def test_what_needs_a_key(document: dict[str, Any], tiny_llama: Path) -> None:
+    assert "securitySchemes" not in document["components"]
+    settings = Settings(model=str(tiny_llama), served_model_name="echo")
+    with running(settings, Keys([("ann", "sk-1")]), spawn=EchoProcess) as server:
+        authorized = {"Authorization": "Bearer sk-1"}
+        found = server.http.get("/openapi.json", headers=authorized).json()
+        [(name, scheme)] = found["components"]["securitySchemes"].items()
+        assert scheme == {"type": "http", "scheme": "bearer"}
+        for path, operations in found["paths"].items():
+            for method, operation in operations.items():
+                closed = server.http.request(method, path).status_code == 401
+                assert operation.get("security") == ([{name: []}] if closed else None), path
+    for operations in found["paths"].values():
+        for operation in operations.values():
+            operation.pop("security", None)
+    del found["components"]["securitySchemes"]
+    assert found == document
 
 
 GETS = ["/v1/models", "/v1/models/echo", "/version", "/load", "/tokenizer_info"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import math
@@ -15,8 +16,13 @@ import openai
 import pytest
 from echo_engine import EchoProcess
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from framework.server import schemas, tgi_schemas
+from framework.server.errors import _RULES, problem
 from framework.server.limits import MAX_BODY
-from serving import Running, check_error, completion, running
+from pydantic import BaseModel, ValidationError
+from serving import Running, check_error, check_tgi_error, completion, running
+from test_server_document import VALUES
 
 from framework import SamplingParams, hookimpl
 from framework.settings import Settings
@@ -241,10 +247,85 @@ def test_problems_are_in_the_words_of_json(server: Running) -> None:
     body: dict[str, Any] = {"messages": [], "temperature": [], "n": 999, "extra": 1, "stream": "yes"}
     message = check_error(server.post("/v1/chat/completions", **body), 400, "extra")
     assert message == (
-        "extra: must be an object, got 1; stream: must be true or false, got 'yes'; "
-        "n: must be less than or equal to 128, got 999; temperature: must be a number, got []; "
+        'extra: must be an object, got 1; stream: must be true or false, got "yes"; '
+        "n: must be at most 128, got 999; temperature: must be a number, got []; "
         "messages: must have 1 to 4096 elements, got 0"
     )
+
+
+MODELS: list[type[BaseModel]] = [
+    schemas.CompletionRequest, schemas.ChatRequest, schemas.TokenizeRequest, schemas.ChatTokenizeRequest,
+    schemas.DetokenizeRequest, schemas.AbortRequest, tgi_schemas.GenerateRequest, tgi_schemas.BenchmarkRequest,
+]  # fmt: skip
+MORE: list[Any] = [
+    2**63, -(2**63) - 1, "\ud800", ["\ud800"], "a" * 2000, ["a" * 2000], ["a"] * 5000, [5] * 5000, [{}] * 5000, [None],
+    [{"function": {"name": ""}}], [{"type": "x", "function": {"name": "a"}}], [{"function": {"name": "a"}}] * 2, [],
+    [{"function": {"name": "a", "parameters": {"type": "string"}}}], [{"function": 5}], [{"role": 5}], {"type": "x"},
+    {"type": "json"}, {"include_usage": 1}, float("nan"), float("inf"), {"a": "\ud800"}, "right",
+]  # fmt: skip
+PYTHON = re.compile(r"[Ii]nput should|(?i:string|list|dictionary|value) (should|error)|None|True|False|\(\)|[\[( ]'")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_problem_of_a_type_is_in_the_words_of_json(model: type[BaseModel]) -> None:
+    """All that pydantic can say of any field has words of ours."""
+    kinds: set[str] = set()
+
+    def check(body: dict[str, Any]) -> None:
+        try:
+            model.model_validate(body)
+        except ValidationError as error:
+            kinds.update(found["type"] for found in error.errors())
+            message = problem(RequestValidationError(error.errors())).message
+            assert not PYTHON.search(message), (body, message)
+
+    assert isinstance(model, type)
+    for value in (*VALUES, *MORE):
+        for name in model.model_fields:
+            check({name: value})
+        if "parameters" in model.model_fields:
+            for name in tgi_schemas.GenerateParameters.model_fields:
+                check({"inputs": "a", "parameters": {name: value}})
+    assert kinds - {"value_error"} <= set(_RULES) and len(kinds) > 2
+
+
+def test_sampling_parameters_are_quoted_as_json(server: Running) -> None:
+    for field, value, words in (
+        ("stop", ["a", ""], 'stop must be made of non-empty strings, got ["a", ""]'),
+        ("bad_words", [""], 'bad_words.0: must have a length of at least 1, got ""'),
+        ("logprobs", 21, "logprobs must be between 0 and 20, got 21"),
+        ("truncation_side", "up", 'truncation_side: must be "left" or "right", got "up"'),
+    ):
+        message = check_error(
+            server.post("/v1/completions", prompt="a", **{field: value}), 400, words.split(":")[0].split()[0]
+        )
+        assert message == words
+
+
+def test_max_tokens_that_are_too_many(server: Running) -> None:
+    """It is they that are too large, and they go by the client's name; only a long prompt is called too long."""
+    message = "max_tokens: too large: 5 prompt tokens + 9000 exceed the limit of 256 tokens (prompt and output); "
+    message += "ask for at most 251"
+    assert check_error(server.post("/v1/completions", prompt=[5] * 5, max_tokens=9000), 400, "max_tokens") == message
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 9000}
+    found = check_error(server.post("/v1/chat/completions", **chat), 400, "max_completion_tokens")
+    assert found.startswith("max_completion_tokens: too large: ") and "max_tokens" not in found
+    found = server.post("/generate", inputs="a", parameters={"max_new_tokens": 9000}).json()["error"]
+    assert "max_new_tokens: too large: " in found and "max_tokens" not in found.replace("max_new_tokens", "")
+    assert "too long" in check_error(server.post("/v1/completions", prompt=[5] * 300), 400, "prompt")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP, identity", "x" * 500, ""])
+def test_bodies_that_are_compressed(server: Running, encoding: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    body = gzip.compress(b'{"prompt": "a", "inputs": "a"}')
+    response = server.http.post("/v1/completions", content=body, headers=headers)
+    message = check_error(response, 415, None)
+    assert f"Content-Encoding: {encoding.lower()[:100] or 'none'} is not read" in message
+    assert response.headers["accept-encoding"] == "identity"
+    check_tgi_error(server.http.post("/generate", content=body, headers=headers), 415, "validation", "Content-Encoding")
+    headers["content-encoding"] = "Identity"
+    assert server.http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers).status_code == 200
 
 
 def test_a_large_batch_is_checked_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,7 +441,7 @@ def test_what_is_not_there_is_refused_by_name_and_its_neutral_values_pass(server
 def test_parts_that_are_no_text(server: Running, kind: Any) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, "image_url": {"url": "x"}}]}]
     message = check_error(server.post("/v1/chat/completions", messages=messages), 400, "messages.0.content")
-    assert repr(kind)[:30] in message and "'text' only" in message
+    assert json.dumps(kind)[:30] in message and '"text" only' in message
 
 
 def test_parts_without_their_text(server: Running) -> None:
@@ -454,6 +454,7 @@ def test_parts_without_their_text(server: Running) -> None:
 
 
 def test_routes_of_other_models(server: Running) -> None:
-    for path in ("/v1/embeddings", "/v1/audio/transcriptions"):
-        assert "generates text only" in check_error(server.post(path, input="a"), 404, None)
+    for path in ("/v1/responses", "/v1/embeddings", "/v1/audio/transcriptions"):
+        message = check_error(server.post(path, input="a"), 404, None)
+        assert message.startswith(f"{path} is not there") and "generates text only, at /v1/chat/completions" in message
         assert not re.search(path, json.dumps(server.http.get("/openapi.json").json()["paths"]))

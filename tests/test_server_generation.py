@@ -36,7 +36,7 @@ from framework import ConfigError, Delivery, PluginError, ResponseRecord, Sampli
 from framework.checkpoint import open_checkpoint
 from framework.detokenizer import Delta
 from framework.inputs import Cut, InputProcessor
-from framework.messages import Add, EngineInfo
+from framework.messages import Add
 from framework.process import EngineProcess, spawn
 from framework.registry import Plugins, load_plugins
 from framework.settings import Settings
@@ -375,7 +375,7 @@ async def test_the_end_while_loading_waits_for_everything_at_once(
         def progress(self, stage: str, share: float) -> None:
             asyncio.get_running_loop().call_soon(run._on_signal, signal.SIGINT)
 
-        def banner(self, info: EngineInfo, url: str, chat: bool, keys: bool = False) -> None:
+        def banner(self, *shown: object) -> None:
             raise AssertionError("it is not ready")
 
     monkeypatch.setattr(main, "_open", lambda settings, plugins: together.wait())

@@ -71,7 +71,8 @@ def test_the_file_and_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [keys.name(key.encode()) for key in given] == ["ann", "ben@x.org", "default", *[None] * 5]
     assert keys.name(b"\xff\x00") is None
     assert "FRAMEWORK_API_KEY" not in os.environ  # nothing that is started later sees it
-    assert not Keys.load(None)
+    assert keys.shown == "$FRAMEWORK_API_KEY" and Keys.load(path).shown == f"<a key of {path}>"
+    assert not Keys.load(None) and not Keys.load(None).shown
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -30,7 +31,8 @@ def test_every_name_is_listed(server: Running) -> None:
     for card in cards:
         assert server.openai.models.retrieve(card.id) == card
         assert card.model_dump()["root"] == "echo" and card.model_dump()["max_model_len"] == 256
-    for name in ("", "dummy", "Third", "echo/"):
+    assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()
+    for name in ("dummy", "Third", "echo/"):
         check_error(server.http.get(f"/v1/models/{name}"), 404, "model")
 
 
@@ -42,7 +44,7 @@ def test_every_name_is_accepted_and_the_first_shown(server: Running, path: str) 
         assert response.status_code == 200, response.text
         assert response.json().get("model", "echo") == "echo"
     message = check_error(server.post(path, **body, model="fourth"), 404, "model")
-    assert message == "model: 'fourth' is not served here; available: echo, org/second, third"
+    assert message == 'model: "fourth" is not served here; available: echo, org/second, third'
 
 
 def test_a_path_is_told_to_nobody(tiny_llama: Path) -> None:
@@ -62,7 +64,7 @@ def test_a_path_is_told_to_nobody(tiny_llama: Path) -> None:
                 answers.append(server.post(route, **body, model=model, max_tokens=2, stream=True))
                 assert {chunk["model"] for chunk in events(answers[-1])} == {name}
             answers.append(server.post(route, **body, model="other"))
-            message = f"model: 'other' is not served here; available: {name}"
+            message = f'model: "other" is not served here; available: {name}'
             assert check_error(answers[-1], 404, "model") == message
         answers.append(server.post("/generate", inputs="a", parameters={"max_new_tokens": 2}))
         gets = [path for path, methods in server.http.get("/openapi.json").json()["paths"].items() if "get" in methods]
@@ -190,11 +192,25 @@ def test_an_abort_says_what_is_wrong(server: Running) -> None:
         )
 
 
+def test_head_is_get_without_its_body(server: Running) -> None:
+    paths = ["/health", "/ping", "/ready", "/metrics", "/version", "/load", "/v1/models", "/v1/models/echo", "/info"]
+    for path in [*paths, "/tokenizer_info", "/docs", "/openapi.json"]:
+        head, get = server.http.head(path), server.http.get(path)
+        assert (head.status_code, head.content) == (200, b"") and get.status_code == 200
+        assert head.headers["content-type"] == get.headers["content-type"] if get.content else True
+        if path != "/metrics":
+            assert head.headers["content-length"] == get.headers["content-length"]
+    assert server.http.head("/v1/models/none").status_code == server.http.head("/none").status_code == 404
+    assert server.http.head("/v1/completions").status_code == 405
+    assert not any("head" in methods for methods in server.http.get("/openapi.json").json()["paths"].values())
+
+
 def test_docs_load_nothing(server: Running) -> None:
     response = server.http.get("/docs")
     assert response.headers["content-type"].startswith("text/html")
     page, paths = response.text, server.http.get("/openapi.json").json()["paths"]
     assert {"/v1/completions", "/tokenize", "/ready", "/abort_requests"} <= set(paths)
     assert all(f"{method.upper()} {path}<" in page for path, methods in paths.items() for method in methods)
+    assert all(escape(one["summary"]) in page for methods in paths.values() for one in methods.values())
     assert "<code>logit_bias</code>" in page and "list of integer" in page
     assert "://" not in page and "src=" not in page and "<script" not in page

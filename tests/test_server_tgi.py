@@ -260,6 +260,7 @@ def test_flat_bodies(bytelevel: Running) -> None:
         ({"top_p": 1.5}, "`top_p`"),
         ({"prompt": None}, "`inputs` is required, or else `prompt`"),
         ({"prompt": ""}, "inputs: empty"),
+        ({"inputs": "b"}, "`prompt` and `inputs` exclude one another"),
     ):
         check_tgi_error(bytelevel.post("/generate", **{"prompt": "a", **more}), 422, "validation", message)
     check_tgi_error(bytelevel.post("/generate_stream", prompt="a"), 422, "validation", "inputs: is required")

@@ -139,11 +139,12 @@ def test_a_real_server_with_a_key_and_a_certificate(files: Path, tiny_llama: Pat
             shown = []
             for line in process.stdout:
                 shown.append(line)
-                if line.startswith("  URL "):
+                if line.startswith("  curl "):
                     break
             else:
                 pytest.fail("".join(shown))
-            base = shown[-1].split()[1]
+            assert f"curl --cacert {files / 'both.pem'} https://127.0.0.1:" in line and "$FRAMEWORK_API_KEY" in line
+            base = next(line.split()[1] for line in shown if line.startswith("  URL "))
             assert base.startswith("https://127.0.0.1:")
             context = ssl.create_default_context(cafile=str(files / "own.pem"))
             with httpx.Client(base_url=base, verify=context, timeout=60) as http:

@@ -105,6 +105,16 @@ def test_errors_of_inputs_are_tgi_s(server: Running) -> None:
         assert check_tgi_error(response, 422, "validation", message).startswith("Input validation error: ")
 
 
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/chat_tokenize", "/v1/chat/completions"])
+def test_tools_that_the_template_would_drop(server: Running, path: str) -> None:
+    """One answer on every route."""
+    message = check_error(server.post(path, messages=CHAT, tools=TOOLS), 400, "tools")
+    assert message.startswith("tools: the chat template of this model has no place for tools")
+
+
 def test_token_strings_are_null_unless_asked_for(server: Running) -> None:
     assert post(server, "/tokenize", prompt="a b")["token_strs"] is None
 

@@ -304,7 +304,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": []}, "tools", "leave it out"),
     ({"tools": {}}, "tools", "list"),
     ({"tools": ["add"]}, "tools.0", "object"),
-    ({"tools": [{"type": "web_search", "function": ADD["function"]}]}, "tools.0.type", "'function'"),
+    ({"tools": [{"type": "web_search", "function": ADD["function"]}]}, "tools.0.type", '"function"'),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "required"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters"),
@@ -314,7 +314,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
      "object"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
      "tools.0.function.parameters", "object"),
-    ({"tools": [ADD, FIND, ADD]}, "tools", "'add'"),
+    ({"tools": [ADD, FIND, ADD]}, "tools", '"add"'),
     ({"tools": [ADD] * (MAX_TOOLS + 1)}, "tools", str(MAX_TOOLS)),
     ({"tools": [{**ADD, "x": "a" * MAX_TOOL_BYTES}]}, "tools", str(MAX_TOOL_BYTES)),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "required"),
@@ -326,7 +326,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "function", "function": {"name": "add"}}, "tools": None}, "tool_choice", "needs tools"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "true"),
     ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages.0.tool_calls", "list"),
-    ({"messages": [{"role": "assistant", "tool_calls": [7]}]}, "messages.0.tool_calls.0", "'function'"),
+    ({"messages": [{"role": "assistant", "tool_calls": [7]}]}, "messages.0.tool_calls.0", '"function"'),
     ({"messages": [{"role": "assistant", "tool_calls": [{"type": "function", "function": {}}]}]},
      "messages.0.tool_calls.0", "name"),
     ({"messages": [*user("a"), {"role": "assistant", "tool_calls": [call("{}"), call('{"a": ')]}]},
@@ -432,7 +432,7 @@ class Moody(ToolParser):
 def test_parsers_that_cannot_be_had(tiny_llama: Path) -> None:
     plugins = load_plugins([("more", Plugin())])
     tokenizer = open_checkpoint(Settings(model=str(tiny_llama)), plugins).tokenizer()
-    with pytest.raises(ConfigError, match=r"^--tool-parser nope: no such tool_parser; available: hermes, "):
+    with pytest.raises(ConfigError, match=r"^--tool-parser nope: no such tool_parser; available: auto, none, hermes, "):
         select_parser(Settings(tool_parser="nope"), plugins, tokenizer)
     with pytest.raises(PluginError, match="'wrong': its factory gave 7"):
         select_parser(Settings(tool_parser="wrong"), plugins, tokenizer)

@@ -27,6 +27,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from framework import ConfigError, Plan, Request, ResponseRecord, StepResult, Timings, __version__, hookimpl
+from framework.errors import brief
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
@@ -39,7 +40,12 @@ FLUSH_SECONDS = 1.0
 """Longest wait at shutdown for what has not been exported."""
 
 _MAX_LINKS = 128
-_EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+_LOGGERS = (
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.sdk.trace.export",
+    "opentelemetry.sdk._shared_internal",
+)
+"""Who tells, in one version of the SDK or another, that spans could not be exported."""
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 
@@ -256,7 +262,7 @@ class _PresetIds(RandomIdGenerator):
 
 
 class _OncePerMinute(logging.Filter):
-    """A collector that is away costs one line a minute, not several per batch."""
+    """A collector that is away costs one line a minute, not several per batch. It says what that means."""
 
     _last = -60.0
 
@@ -265,14 +271,20 @@ class _OncePerMinute(logging.Filter):
         if now - self._last < 60:
             return False
         self._last = now
+        told = [record.getMessage()] + ([str(record.exc_info[1])] if record.exc_info else [])
+        why = brief(" ".join(" ".join(told).split()), 300)
+        record.msg = f"no traces reach --otlp-endpoint: only they are lost (told once a minute by each process): {why}"
+        record.args, record.exc_info, record.exc_text = (), None, None
         return True
+
+
+_once = _OncePerMinute()
 
 
 def _otlp(endpoint: str | None) -> OTLPSpanExporter:
     """Raises `ConfigError` unless `endpoint` is None or a URL."""
-    logger = logging.getLogger(_EXPORTER_LOGGER)
-    if not any(isinstance(f, _OncePerMinute) for f in logger.filters):
-        logger.addFilter(_OncePerMinute())
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_once)
     if endpoint is None:
         return OTLPSpanExporter()
     url = urlsplit(endpoint)

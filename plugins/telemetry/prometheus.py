@@ -86,6 +86,7 @@ class Prometheus:
         router = APIRouter()
 
         async def metrics(request: Request) -> Response:
+            """Metrics for Prometheus."""
             accept = _RESPELT.sub("", request.headers.get("accept", ""))
             try:
                 content_type = choose_encoder(accept)[1]
