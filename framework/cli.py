@@ -74,7 +74,7 @@ def _serve(settings: Settings) -> None:
     raise typer.Exit(code or 0)
 
 
-app.command("serve")(reported()(with_settings(_serve)))
+app.command("serve")(reported()(with_settings(_serve, model=True)))
 
 
 def _generate(

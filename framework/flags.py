@@ -63,9 +63,9 @@ def _metavar(annotation: Any) -> str:
     return {bool: "", int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(kind, "TEXT")
 
 
-def with_settings(run: Callable[..., None], without: Sequence[str] = ()) -> Callable[..., None]:
+def with_settings(run: Callable[..., None], without: Sequence[str] = (), model: bool = False) -> Callable[..., None]:
     """`run(settings, **others)` as a command that takes every setting but those of the panels `without`, and
-    --config, besides the parameters of `run` itself."""
+    --config, besides the parameters of `run` itself. model: an argument may say what --model does."""
     own = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
     taken = [option for option in flags() if option.panel not in without]
 
@@ -77,6 +77,10 @@ def with_settings(run: Callable[..., None], without: Sequence[str] = ()) -> Call
             if other is not None and given[option.field] is not None:
                 raise ConfigError(f"{option.alias} is another name of {option.name}: give one of them")
             given[option.field] = given[option.field] if other is None else other
+        argument = values.pop("argument", None)
+        if argument is not None and given["model"] not in (None, argument):
+            raise ConfigError("MODEL is another spelling of --model: give one of them")
+        given["model"] = given["model"] if argument is None else argument
         run(Settings.load(config, **given), **values)
 
     config = inspect.Parameter(
@@ -93,7 +97,12 @@ def with_settings(run: Callable[..., None], without: Sequence[str] = ()) -> Call
             ),
         ],
     )
+    spelt = typer.Argument(metavar="MODEL", help="Another spelling of --model.", show_default=False)
+    argument = inspect.Parameter(
+        "argument", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, spelt]
+    )
     parameters = [
+        *([argument] if model else []),
         *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own),
         config,
         *(_parameter(option) for option in taken),

@@ -107,6 +107,14 @@ def test_flags_beat_variables_beat_the_file(tmp_path: Path, served: list[Setting
     assert settings.scheduler_opt == {"a": 1, "b": 2, "c": "x y"}
 
 
+def test_the_model_may_be_an_argument(served: list[Settings]) -> None:
+    for line in (["some/model"], ["--model", "some/model"], ["--port", "1", "some/model", "--model", "some/model"]):
+        assert run("serve", *line).exit_code == 0 and served[-1].model == "some/model"
+    assert run("serve", "mine", env={"FRAMEWORK_MODEL": "other"}).exit_code == 0 and served[-1].model == "mine"
+    result = run("serve", "mine", "--model", "other")
+    assert (result.exit_code, result.stderr) == (2, "error: MODEL is another spelling of --model: give one of them\n")
+
+
 def test_switches_and_repeatable_flags(served: list[Settings]) -> None:
     line = "serve --strict-plugins --plugin b --plugin a --plugin-opt a.rate=0.5 --kv-opt on=true"
     assert run(*line.split()).exit_code == 0
