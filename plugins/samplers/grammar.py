@@ -2,7 +2,7 @@
 
 Grammars are compiled by threads, once for all requests that have the same; requests wait for theirs unseen by policies.
 What is kept of a request between steps is where its output stands in its grammar. That is only ever brought up to the
-tokens that the host knows, so nothing is taken back when a step fails, and a request that comes again begins anew.
+tokens that the host knows, so nothing is taken back when a step fails, nor when a request is preempted.
 
 On a GPU the masks are made while the device computes the logits; elsewhere they take microseconds a row.
 """
@@ -136,8 +136,6 @@ class StructuredOutput:
 
     @hookimpl
     def process_logits(self, logits: torch.Tensor, batch: SampleBatch) -> None:
-        for id in (*batch.removed, *batch.added):
-            self._matchers.pop(id, None)
         if batch.params is not self._params:
             self._params = batch.params
             wanted = [params.structured_outputs for params in batch.params]
