@@ -6,7 +6,7 @@ Used by the server and by the Python API alike, so that both produce the same te
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .messages import TokenOutput
@@ -22,13 +22,14 @@ class StopMatcher:
 
     `keep`: the text goes on to the end of the stop string, so that nothing is held back.
 
-    One Knuth-Morris-Pratt automaton per stop string: the cost per character does not depend on their lengths.
+    One Knuth-Morris-Pratt automaton per stop string, shared by all who have the same: the cost per character does not
+    depend on their lengths, and only on how many of them it may begin or go on.
     """
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         self._keep = keep
-        self._stops = [(stop, _failure(stop)) for stop in stops]
-        self._states = [0] * len(self._stops)
+        self._automata = _automata(tuple(stops))
+        self._states: dict[int, int] = {}  # by number of the stop string: characters of it that the text ends with
         self._held = ""
 
     def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
@@ -37,13 +38,14 @@ class StopMatcher:
         `may_end`: a stop string may end within `text`. Of several that end at one character the longest is found.
         After a match, nothing may be pushed any more.
         """
-        if not self._stops:
+        (stops, begun), states = self._automata, self._states
+        if not stops:
             return text, None
         held = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
             found = ""
-            for i, (stop, failure) in enumerate(self._stops):
-                state = self._states[i]
+            for i in {*states, *begun.get(char, ())}:
+                (stop, failure), state = stops[i], states.pop(i, 0)
                 while state and stop[state] != char:
                     state = failure[state - 1]
                 if stop[state] == char:
@@ -51,11 +53,12 @@ class StopMatcher:
                 if state == len(stop):
                     found = max(found, stop, key=len)
                     state = failure[-1]
-                self._states[i] = state
+                if state:
+                    states[i] = state
             if found and may_end:
                 self._held = ""
                 return held[: end if self._keep else end - len(found)], found
-        split = len(held) - (0 if self._keep else max(self._states))
+        split = len(held) - (0 if self._keep else max(states.values(), default=0))
         self._held = held[split:]
         return held[:split], None
 
@@ -65,7 +68,21 @@ class StopMatcher:
         return text
 
 
-@functools.lru_cache(maxsize=256)  # many sequences have the same stop strings
+class _Automata(NamedTuple):
+    """Of some stop strings: each with its table, and which of them begin with a character."""
+
+    stops: Sequence[tuple[str, Sequence[int]]]
+    begun: Mapping[str, Sequence[int]]
+
+
+@functools.lru_cache(maxsize=16)  # all sequences of a request have the same stop strings
+def _automata(stops: tuple[str, ...]) -> _Automata:
+    begun: dict[str, list[int]] = {}
+    for i, stop in enumerate(stops):
+        begun.setdefault(stop[0], []).append(i)
+    return _Automata([(stop, _failure(stop)) for stop in stops], begun)
+
+
 def _failure(stop: str) -> Sequence[int]:
     """For each prefix of `stop`, the length of its longest proper suffix that is a prefix of `stop` too."""
     table, k = [0] * len(stop), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -11,7 +12,7 @@ from checkpoints import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework import Logprobs, SamplingParams, Tokenizer
+from framework import Logprobs, SamplingParams, Tokenizer, detokenizer
 from framework.detokenizer import Assembler, Detokenizer, StopMatcher
 from framework.messages import TokenOutput
 
@@ -181,6 +182,21 @@ def test_log_probabilities_come_with_their_text(data: st.DataObject) -> None:
         assert offsets == sorted(offsets)
         results.append((text, offsets, delta.finish_reason, delta.stop_reason))
     assert results[0] == results[1]
+
+
+def test_sequences_share_what_is_made_of_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def spy(stop: str, make: Any = detokenizer._failure) -> Any:
+        made.append(stop)
+        return make(stop)
+
+    monkeypatch.setattr(detokenizer, "_failure", spy)
+    stops = tuple(f"never seen before {i}" for i in range(8))
+    every = [Detokenizer(BYTES, SamplingParams(stop=stops)) for _ in range(50)]
+    assert made == list(stops)
+    ids = BYTES.encode("a never seen before 3", add_special_tokens=False)
+    assert {one.push(ids, True).stop for one in every} == {"never seen before 3"}
 
 
 def test_hostile_stop_strings_cost_little() -> None:
