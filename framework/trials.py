@@ -2,9 +2,10 @@
 much memory, ends there.
 
 It reads a `Vocabulary` and then any number of `Trial`s from its standard input, and answers each with a `Verdict` on
-its standard output, in the order in which they are done. Each trial runs in a fork, whose end the kernel sees to: it
-has an alarm clock and a bound on its memory. That leaves this process as it was, whatever a trial did to its own, and
-the next one need not wait for a second of imports. It ends with its standard input, hence with the server.
+its standard output, in the order in which they are done; after an `End`, at once. Each trial runs in a fork, whose end
+the kernel sees to: it has an alarm clock and a bound on its memory. That leaves this process as it was, whatever a
+trial did to its own, and the next one need not wait for a second of imports. It ends with its standard input, hence
+with the server.
 """
 
 from __future__ import annotations
@@ -29,12 +30,18 @@ COMMAND = (sys.executable, "-P", "-m", "framework.trials")
 """Starts the process. It needs a group of its own, with which its forks can be ended, and which keeps Ctrl-C away."""
 
 
-class Trial(msgspec.Struct, array_like=True):
+class Trial(msgspec.Struct, tag="trial", array_like=True):
     """`seconds`: as long as it may take."""
 
     id: int
     wanted: StructuredOutputs
     seconds: float
+
+
+class End(msgspec.Struct, tag="end", array_like=True):
+    """Nobody waits for this trial any more. No matter if it is over."""
+
+    id: int
 
 
 class Verdict(msgspec.Struct, array_like=True):
@@ -77,9 +84,17 @@ class _Trials:
                 elif data:
                     buffer += data
                     while (message := _taken(buffer)) is not None:
-                        self._begin(msgspec.msgpack.decode(message, type=Trial))
+                        self._take(msgspec.msgpack.decode(message, type=Trial | End))
                 else:
                     return
+
+    def _take(self, message: Trial | End) -> None:
+        if isinstance(message, Trial):
+            self._begin(message)
+            return
+        for key in self._selector.get_map().values():
+            if isinstance(key.data, _Running) and key.data.id == message.id:
+                os.kill(key.data.pid, signal.SIGKILL)  # not waited for yet: `_heard` does
 
     def _begin(self, trial: Trial) -> None:
         reading, writing = os.pipe()

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -41,7 +40,6 @@ from framework.messages import (
     Outputs,
     Progress,
     Ready,
-    TokenOutput,
 )
 from framework.process import spawn
 from framework.registry import Plugins
@@ -49,6 +47,7 @@ from framework.settings import Settings
 
 from .grammars import Grammars
 from .limits import LAST_WORDS, MAX_SENT, STALLED_AFTER
+from .stream import Stream
 from .waiting import Waiting, called
 from .watch import Activity
 
@@ -77,93 +76,6 @@ class _Sequence:
         self.stream = stream
         self.index = index
         self.last = 0
-
-
-class Stream:
-    """The outputs of one response, as they come: an async context manager, and inside it an async iterator of lists of
-    (index of the sequence, output), at most one for each sequence. Leaving it early aborts what is unfinished.
-
-    What comes while nobody reads is merged: a slow reader costs the token ids of its own sequences, nothing else.
-    Iterating raises `Rejected` for an output that is an error, and `EngineDead`.
-    """
-
-    def __init__(self, client: EngineClient, record: ResponseRecord, ids: Sequence[str], tenant: str) -> None:
-        self.record = record
-        self.tenant = tenant
-        self._client = client
-        self._open = dict(enumerate(ids))
-        self._news: dict[int, TokenOutput] = {}
-        self._error: FrameworkError | None = None
-        self._wake = asyncio.Event()
-        self.limit: asyncio.TimerHandle | None = None
-        self.cause: FrameworkError | None = None  # why it was cut off
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.limit is not None:
-            self.limit.cancel()
-        self._client.abort(list(self._open.values()), "abort")
-        self._open.clear()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> list[tuple[int, TokenOutput]]:
-        if not self._open:
-            raise StopAsyncIteration
-        await self._wake.wait()
-        self._wake.clear()
-        if self._error is not None:
-            raise self._error
-        news, self._news = self._news, {}
-        for index, output in news.items():
-            if output.finish_reason == "error":
-                raise Rejected(output.error or "the engine gave no reason", output.status, output.retry_after)
-            if output.finish_reason is not None:
-                del self._open[index]
-        return list(news.items())
-
-    def stop(self, index: int) -> None:
-        """End one sequence, because a stop string was found in its text."""
-        id = self._open.pop(index, None)  # None: the engine ended it in the meantime
-        if id is not None:
-            self._client.abort([id], "stop")
-            if index in self.record.times:  # the engine's own account of the end comes too late
-                self.record.times[index].finished = time.monotonic_ns()
-
-    def put(self, index: int, output: TokenOutput) -> None:
-        """Keep an output until it is read."""
-        before = self._news.get(index)
-        if before is not None:
-            before.tokens += output.tokens
-            output.index, output.tokens = before.index, before.tokens
-            output.cached_tokens += before.cached_tokens
-            output.prompt_logprobs = before.prompt_logprobs or output.prompt_logprobs
-            if before.logprobs is not None:
-                before.logprobs += output.logprobs or ()
-                output.logprobs = before.logprobs
-        self._news[index] = output
-        self._wake.set()
-
-    def fail(self, error: FrameworkError) -> None:
-        """End the whole response with this error."""
-        self._error = error
-        self._wake.set()
-
-    def cut(self, error: FrameworkError) -> None:
-        """End the response here: with what there is of it and the finish reason "abort"; with this error if that is
-        nothing. The engine is told, not asked: it may hang."""
-        self.cause = error
-        if not self.record.first_token:
-            self._client.abort(list(self._open.values()), "abort")
-            self.fail(error)
-        for index, id in self._open.items():
-            if self._client.abort([id], "abort"):
-                self.put(index, TokenOutput(id, 0, [], finish_reason="abort"))
 
 
 class EngineClient:
@@ -263,7 +175,7 @@ class EngineClient:
             stream.fail(error)
         self._sequences.clear()
         self.waiting.clear(error)
-        self.grammars.fail(str(error))
+        self.grammars.fail(error)
 
     def cut(self, error: FrameworkError) -> None:
         """End every unfinished response: see `Stream.cut`."""
@@ -361,8 +273,8 @@ class EngineClient:
         self._asked = True
         for index, id in enumerate(ids):
             self._sequences[id] = _Sequence(stream, index)
-        for message in encoded:
-            self._socket.send(message)
+        if encoded:
+            self._socket.send_multipart(encoded)  # comes as so many messages, which by themselves would cost more
         return stream
 
     def abort(self, ids: Sequence[str], reason: str) -> list[str]:
@@ -380,12 +292,14 @@ class EngineClient:
 
         tenant: whose responses alone are looked at; None: everybody's.
         """
-        found, ids = {*self.waiting.cancel(names, tenant, Rejected("the request was aborted", 499))}, []
+        error = Rejected("the request was aborted", 499)
+        found, ids = {*self.waiting.cancel(names, tenant, error)}, []
         for id, sequence in self._sequences.items():
             named = called(sequence.stream.record.id, names)
             if named and tenant in (None, sequence.stream.tenant):
                 found |= named
                 ids.append(id)
+                sequence.stream.cause = sequence.stream.cause or error
         if ids:
             self._socket.send(self._encoder.encode(Abort(ids, "abort")))
         return len(found)

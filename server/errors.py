@@ -18,6 +18,7 @@ from framework.errors import brief, quoted
 
 from .limits import MAX_INPUT, MAX_MESSAGE, MAX_PROBLEMS, RETRY_AFTER
 
+GONE = "the client went away"
 _RULES = {
     "missing": "is required",
     "int_type": "must be an integer",
@@ -98,7 +99,7 @@ def problem(error: BaseException) -> Problem:
         case UnknownModel():
             status, field = 404, "model"
         case ClientDisconnect():
-            status, message = 499, "the client went away"
+            status, message = 499, GONE
         case EngineDead():
             status, headers = 503, {"Retry-After": str(RETRY_AFTER)}
         case FrameworkError():

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -21,15 +22,17 @@ from structlog.contextvars import bind_contextvars
 from framework import FrameworkError, InvalidRequest, Logprobs, ResponseRecord, SamplingParams, Tokenizer, ToolParser
 from framework.detokenizer import Assembler, Delta
 from framework.inputs import Cut, InputProcessor
+from framework.log import get_logger
 from framework.messages import Add
 
 from .body import JsonRoute
-from .errors import Forbidden, Spelling, problem, unknown_model
+from .errors import GONE, Forbidden, Problem, Spelling, problem, unknown_model
 from .keys import caller
 from .limits import INLINE_TEXT, MAX_EXTRA, MAX_SCORED
 from .supervisor import Supervisor
 from .traceparent import parse
 
+log = get_logger(__name__)
 T = TypeVar("T")
 
 NO_NAME = ("", "dummy", "tgi")
@@ -110,7 +113,7 @@ class Choice:
         self.prompt_logprobs: list[Logprobs | None] | None = None
         """Of each prompt token, None for the first; there before the first piece of any choice of this prompt."""
         self.cached_tokens = 0
-        self.assembler = Assembler(tokenizer, prompt.params, prompt.ids, keep)
+        self._begin = partial(Assembler, tokenizer, prompt.params, prompt.ids, keep)
         self.text: list[str] = []
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
@@ -118,10 +121,14 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
+    @cached_property
+    def assembler(self) -> Assembler:
+        return self._begin()  # with its first output: of thousands not all at once
+
     @property
     def num_tokens(self) -> int:
         """Output tokens so far."""
-        return self.assembler.num_tokens
+        return len(self.tokens)
 
     @property
     def mean_logprob(self) -> float:
@@ -143,6 +150,7 @@ class Generation:
         """What to keep of the prompts; set before they are tokenised."""
         self.cause: FrameworkError | None = None
         """Why the server has cut it off, if it has."""
+        self._refusal: Problem | None = None  # what it became instead of a whole response
         self._state = request.state
         self._prefix = prefix
         self._spell: Spelling = request.state.spell
@@ -183,11 +191,26 @@ class Generation:
         record.prompt_tokens = self.prompt_tokens
         record.output_tokens = self.output_tokens
         record.finish_reasons = [choice.finish_reason or "abort" for choice in self.drawn]
+        self._log()
         self.serving.client.notify("response_done", record=record)
+
+    def _log(self) -> None:
+        """Why it is not whole; what was wrong with a request is told to its client alone: that may quote it."""
+        record, refusal = self.record, self._refusal
+        if refusal is not None:
+            cause = refusal.message if refusal.status in (429, 499) or refusal.status >= 500 else None
+        elif record.status == 499:
+            cause = GONE
+        elif "abort" in record.finish_reasons:
+            cause = str(self.cause or "the engine ended it")
+        else:
+            cause = None
+        if cause is not None:
+            log.info("response ended early", status=record.status, cause=cause, output_tokens=record.output_tokens)
 
     def failed(self, error: BaseException) -> Any:
         """Note an error; what to tell the client of it, as its dialect has it."""
-        found = problem(error)
+        found = self._refusal = problem(error)
         self.record.status, body = self._spell(found)
         self.record.error = str(error) or type(error).__name__ if found.status >= 500 else found.message
         return body
@@ -221,20 +244,12 @@ class Generation:
             words = sum(map(len, ask.fields.get("bad_words", ())))  # to be tokenised, too
             inline = words <= INLINE_TEXT
             prompts = self._prompts(ask, ids) if inline else await asyncio.to_thread(self._prompts, ask, ids)
-            await self._try_grammar(ask, prompts)
+            await self._try_grammar(ask, prompts, routing.tenant)
         every = [prompt for prompt in prompts for _ in range(prompt.n)]
         record.choices = len(every)
+        shared = {**routing._asdict(), "extra": ask.extra or {}, "trace": record.traceparent}
         adds = [
-            Add(
-                self._state.request_id,
-                prompt.ids,
-                prompt.params,
-                record.start,
-                **routing._asdict(),
-                extra=ask.extra or {},
-                trace=record.traceparent,
-                n=prompt.n,
-            )
+            Add(self._state.request_id, prompt.ids, prompt.params, record.start, **shared, n=prompt.n)
             for prompt in prompts
         ]
         async with self.serving.client.generate(adds, record) as stream:
@@ -280,13 +295,13 @@ class Generation:
             choice.index = index
         return best
 
-    async def _try_grammar(self, ask: Ask, prompts: Sequence[Prompt]) -> None:
+    async def _try_grammar(self, ask: Ask, prompts: Sequence[Prompt], tenant: str) -> None:
         wanted = prompts[0].params.structured_outputs if prompts else None
         if wanted is not None:
             begin = time.monotonic_ns()
             try:
                 with _naming(ask):
-                    await self.serving.client.grammars.check(wanted, self.serving.inputs)
+                    await self.serving.client.grammars.check(wanted, self.serving.inputs, tenant)
             finally:
                 self.record.stages.append(("grammar", begin, time.monotonic_ns()))
 

@@ -1,7 +1,9 @@
 """What a client may ask, and how long the server waits: every limit with its reason.
 
-A request is bounded before it costs anything: nobody can stop the event loop for others, or fill the engine's memory,
-with a small body.
+A request is bounded before it costs anything: nobody can stop the event loop for others for long, or fill the engine's
+memory, with a small body. What one of `MAX_SEQUENCES` takes in one piece is to send them to the engine: 0.03 s of a
+CPU, and 0.1 s where the garbage collector runs meanwhile. A body of `MAX_BODY` bytes is parsed in one piece, too. What
+is longer goes to threads, or lets others have their turn in between.
 """
 
 # Sizes of a request
@@ -67,7 +69,11 @@ MAX_KEY_FILE = 2**20
 INLINE_TEXT = 4096
 """Characters that are tokenised in the event loop, in about a millisecond; longer texts go to a thread."""
 INLINE_SCORES = 256
-"""Log-probabilities that are spelt in the event loop, in about a millisecond; more go to a thread."""
+"""Log-probabilities and choices that are spelt in the event loop, in about a millisecond; more go to a thread."""
+INLINE_PROMPT = 32
+"""Characters that each prompt counts as beside its own."""
+INLINE_TOKENS = 256
+"""Output tokens of one response that become text before others have their turn: a few milliseconds."""
 
 # Sizes of a connection
 
@@ -79,7 +85,8 @@ MAX_PIPELINED = 64
 MAX_TRIALS = 4
 """Grammars that are tried out at once: one that takes all its time shall not hold up the others."""
 MAX_TRIALS_WAITING = 256
-"""Those that wait for that, with their requests."""
+"""Those that wait for that, with their requests, and those that are tried out. Tenants take turns at places; once there
+are so many, who has the most of them loses one to who has fewer."""
 KEPT_VERDICTS = 4 * 2**20
 """Bytes of what is known of grammars that were tried out before."""
 

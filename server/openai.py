@@ -18,7 +18,7 @@ from .body import JsonRoute
 from .calls import Calls, ToolUse
 from .errors import Problem, unknown_model
 from .generation import Ask, Choice, Generation, Serving, route
-from .limits import MAX_SCORED
+from .limits import INLINE_PROMPT, MAX_SCORED
 from .schemas import ChatRequest, CompletionRequest, GenerationRequest
 from .scores import Echo, Scores
 from .sse import Reply
@@ -153,7 +153,7 @@ class _Completion(_Reply):
     async def prompts(self) -> Sequence[list[int]]:
         request, encode, cut = self.request, self.serving.inputs.encode, self.generation.cut
         given, special = request.prompt, request.add_special_tokens is not False
-        size = sum(len(prompt) for prompt in given)
+        size = sum(len(prompt) + INLINE_PROMPT for prompt in given)
         each = (request.n or 1) * (1 + (request.logprobs or 0)) if request.scored else 0
 
         def work() -> tuple[list[list[int]], list[Echo]]:

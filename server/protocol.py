@@ -11,8 +11,11 @@ import httptools
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
+from structlog.contextvars import bound_contextvars
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
+from framework.log import get_logger
 from framework.settings import Settings
 
 from .app import spelling
@@ -20,6 +23,10 @@ from .errors import Problem
 from .limits import INTERRUPT, KEEP_ALIVE, MAX_HEAD, MAX_PIPELINED, RECEIVE
 from .proxy import outside
 
+log = get_logger(__name__)
+
+_ACCESS = '%s - "%s %s HTTP/%s" %d'
+"""uvicorn's own line, for which `framework.log` and `_quieter` look."""
 PROBES = ("/health", "/ping", "/ready", "/load", "/metrics")
 """Machines ask for these every few seconds."""
 
@@ -71,10 +78,19 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        if self._active is not None and not self._active.response_complete:  # not told where another is behind it
-            self._active.disconnected = True
-            self._active.message_event.set()
+        active = self._active
+        if active is not None and not active.response_complete:  # not told where another is behind it
+            if not active.response_started and not active.disconnected:
+                self._log_gone(active.scope)
+            active.disconnected = True
+            active.message_event.set()
         super().connection_lost(exc)
+
+    def _log_gone(self, scope: Any) -> None:
+        """uvicorn has a line for an answer only."""
+        with bound_contextvars(request_id=scope.get("state", {}).get("request_id")):
+            path = get_path_with_query_string(scope)
+            self.access_logger.info(_ACCESS, get_client_addr(scope), scope["method"], path, scope["http_version"], 499)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -177,7 +193,7 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, problem: Problem) -> None:
         """Answer the request that is being received, if it can be, and end the connection."""
         client = ":".join(map(str, self.client or ("unix",)))
-        self.logger.info("%s - refused with %d: %s", client, problem.status, problem.message)
+        log.info("request refused", client=client, status=problem.status, reason=problem.message)
         if not self._owed and (self._in_head or not self.cycle.response_started):
             status, error = spelling(self._path)(problem)
             body = msgspec.json.encode(error)

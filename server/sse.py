@@ -95,7 +95,7 @@ class Reply(Response):
 
     async def _spelt(self, work: Callable[[], bytes], choices: Sequence[Choice]) -> bytes:
         """`work`, which spells these choices or pieces of them: in a thread if it may be long."""
-        scores = sum(len(choice.prompt_logprobs or ()) for choice in choices)
+        scores = len(choices) + sum(len(choice.prompt_logprobs or ()) for choice in choices)
         if not self._generation.record.stream:
             scores += sum(len(choice.logprobs) for choice in choices)
         return work() if scores <= INLINE_SCORES else await asyncio.to_thread(work)

@@ -16,9 +16,10 @@ from framework.process import spawn
 from framework.registry import Plugins
 from framework.settings import Settings
 
-from .client import EngineClient, Spawned, Stream
+from .client import EngineClient, Spawned
 from .grammars import Grammars
 from .limits import RETRY_AFTER
+from .stream import Stream
 from .waiting import Waiting
 
 log = get_logger(__name__)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from framework.server import client
+from framework.server.errors import GONE
 from framework.server.supervisor import Pace
 from rogue import install
 from serving import Running, completion, eventually, running
@@ -44,7 +47,6 @@ def server(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         max_num_seqs=16,
         max_queued_requests=48,
         step_timeout=1.0,
-        log_level="warning",
     )
     with running(settings, pace=Pace(first=0.02, most=0.05)) as found:
         yield found
@@ -152,8 +154,19 @@ async def fill(load: Load) -> None:
     load.ended.update(zip(ids, await asyncio.gather(*(load.ask(id, "whole", body) for id in ids)), strict=True))
 
 
+def early(caplog: pytest.LogCaptureFixture) -> dict[str, list[tuple[int, str]]]:
+    """By the id of the request: status and cause of each line of a response that was not whole."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for record in caplog.records:
+        event: Any = record.msg
+        if isinstance(event, dict) and event["event"] == "response ended early":
+            found.setdefault(event["request_id"], []).append((event["status"], event["cause"]))
+    return found
+
+
 @pytest.mark.slow
 async def test_chaos(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     load = Load(server.url, 7)
     async with asyncio.timeout(280), load.http:
         workers = [asyncio.create_task(load.work()) for _ in range(WORKERS)]
@@ -184,6 +197,27 @@ async def test_chaos(server: Running, caplog: pytest.LogCaptureFixture) -> None:
                 assert record.status == status and record.error, said
             case "dropped":  # or it had ended before the server saw that nobody read it any more
                 assert record.status in (200, 499, 503), said
+
+    # The log says of each that was not whole why, once, and nothing of the others.
+    causes = early(caplog)
+    for id, (how, status) in load.ended.items():
+        told = causes.get(id, [])
+        record = records[f"cmpl-{id}"]
+        match how, record.status:
+            case "finished", _:
+                assert told == []
+            case "dropped", 200 if "abort" not in record.finish_reasons:
+                assert told == []
+            case "aborted", _:
+                assert told == [(200, "the request was aborted")]
+            case "dropped", 499:
+                assert told == [(499, GONE)]
+            case "error", 429:
+                [(status, cause)] = told
+                assert status == 429 and cause.startswith("the queue is full: ")
+            case _:
+                [(status, cause)] = told
+                assert status == record.status == 503 and re.search("the engine", cause), cause
 
     # Nothing is left of them, and the server serves.
     gone = [line for line in caplog.text.splitlines() if "the engine is gone" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from echo_engine import EchoProcess
+from framework.server.stream import Stream
 from serving import Running, check_error, check_tgi_error, completion, events, eventually, running
 
 from framework.settings import Settings
@@ -97,6 +99,26 @@ def test_what_comes_before_the_engine_counts(server: Running, stream: bool) -> N
     assert LIMIT <= time.monotonic() - begin < 1.9
     assert check_error(response, 504, None) == f"the request took longer than {LIMIT} s (--request-timeout)"
     assert server.record(f"cmpl-{response.headers['x-request-id']}").status == 504
+
+
+def test_all_of_a_response_has_one_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is made ready in counts for what comes after that."""
+    ends: list[float] = []
+
+    async def check(*_: object) -> None:
+        await asyncio.sleep(LIMIT / 2)
+
+    def spy(adds: Any, record: Any, generate: Any = server.engine.generate) -> Stream:
+        stream = generate(adds, record)
+        ends.append(stream.limit.when() - record.start / 1e9)
+        return stream  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(server.engine.grammars, "check", check)
+    monkeypatch.setattr(server.engine, "generate", spy)
+    body = server.post("/v1/completions", prompt=PROMPT, structured_outputs={"regex": "a"}, extra=SLOW).json()
+    assert body["choices"][0]["finish_reason"] == "abort"
+    assert ends == [pytest.approx(LIMIT, abs=LIMIT / 4)]
+    free(server)
 
 
 def test_choices_that_have_ended_stay_as_they_are(server: Running) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import os
 import subprocess
 import sys
@@ -196,6 +198,23 @@ def test_wrong_keys(server: Running, header: str, message: str) -> None:
     assert BEN not in response.text
 
 
+def test_how_long_it_takes_tells_nothing_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compared with, whichever it is, by what takes the same time wherever they differ."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def spy(a: bytes, b: bytes, compare: Any = hmac.compare_digest) -> Any:
+        compared.append((a, b))
+        return compare(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", spy)
+    keys = Keys([("ann", ANN), ("ben", BEN), ("third", "third")])
+    for key, name in ((ANN, "ann"), (BEN, "ben"), ("third", "third"), ("none", None)):
+        compared.clear()
+        assert keys.name(key.encode()) == name
+        assert len(compared) == len({known for _, known in compared}) == 3
+        assert all(len(a) == len(b) for a, b in compared), "their length tells something"
+
+
 def test_two_keys_are_none(server: Running) -> None:
     headers = [("Authorization", f"Bearer {ANN}"), ("Authorization", f"Bearer {BEN}")]
     check_closed(server.http.get("/v1/models", headers=headers), "is needed")
@@ -247,11 +266,19 @@ def test_no_other_tenant(server: Running, stream: bool) -> None:
         assert "'ann'" in check_error(response, 403, "tenant")
 
 
-def test_a_key_ends_its_own_requests_only(server: Running) -> None:
+@pytest.mark.parametrize("where", ["engine", "grammar"])
+def test_a_key_ends_its_own_requests_only(server: Running, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Those that are made ready, too: here a grammar is tried out for ever."""
     answers: list[httpx.Response] = []
 
+    async def check(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(server.engine.grammars, "check", check)
+    fields = {"engine": {"extra": {"hold": True}}, "grammar": {"structured_outputs": {"regex": "a"}}}
+
     def ask() -> None:
-        body, headers = {"prompt": "a", "extra": {"hold": True}}, bearer(ANN) | {"X-Request-Id": "of-ann"}
+        body, headers = {"prompt": "a", **fields[where]}, bearer(ANN) | {"X-Request-Id": "of-ann"}
         answers.append(server.http.post("/v1/completions", json=body, headers=headers, timeout=30))
 
     def aborted(key: str) -> int:
@@ -265,4 +292,7 @@ def test_a_key_ends_its_own_requests_only(server: Running) -> None:
     assert (aborted(BEN), load().json()["server_load"]) == (0, 1)
     assert aborted(ANN) == 1
     thread.join(30)
-    assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
+    if where == "engine":
+        assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
+    else:
+        assert "aborted" in check_error(answers[0], 499, None)

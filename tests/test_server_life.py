@@ -18,7 +18,7 @@ import httpx
 import opentelemetry.trace
 import pytest
 from echo_engine import EchoProcess
-from framework.server import client
+from framework.server import client, stream
 from opentelemetry.sdk.trace import TracerProvider
 from serving import BASE, Running, check_error, completion, events, eventually, running
 
@@ -39,6 +39,25 @@ def test_an_idle_connection_stays_open_longer_than_clients_keep_theirs(server: R
         connection.request("GET", "/version")
         assert connection.getresponse().read()
     connection.close()
+
+
+def test_much_that_comes_at_once_is_handled_in_parts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that others have their turn in between; it is all there, and the same."""
+    prompts = [server.ids(f"this is number {i}.") for i in range(40)]
+    fields = {"n": 2, "stop": ["5.", "r 3"], "extra": {"chunk": 1}}
+    whole = completion(server, prompts, **fields)
+    sizes: list[int] = []
+
+    async def spy(self: stream.Stream, take: Any = stream.Stream.__anext__) -> Any:
+        news = await take(self)
+        sizes.append(len(news))
+        return news
+
+    monkeypatch.setattr(stream.Stream, "__anext__", spy)
+    monkeypatch.setattr(stream, "INLINE_TOKENS", 2)
+    assert completion(server, prompts, **fields) == whole
+    assert max(sizes) == 2 and sum(sizes) >= 2 * 80
+    assert {choice["finish_reason"] for choice in whole.values()} == {"stop", "length"}
 
 
 def test_probes_are_logged_at_debug_level(server: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@ grammars out, whatever they do to it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -22,6 +23,7 @@ import psutil
 import pytest
 from serving import Running, check_error, check_tgi_error, completion, eventually, running
 
+from framework import InvalidRequest
 from framework.settings import Settings
 
 TIMEOUT = 2.0
@@ -361,14 +363,68 @@ def test_the_second_time_costs_nothing(server: Running) -> None:
     assert stages[:3] == ["http.receive", "tokenize", "grammar"]
 
 
-def test_clients_that_leave(server: Running) -> None:
+def test_a_trial_ends_with_the_last_who_waits(server: Running) -> None:
     fine(server)
-    body = {"prompt": "x", "structured_outputs": {"regex": BOMB + "|z"}}
-    for _ in range(3):
-        with contextlib.suppress(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+    [process] = trials()
+    held, opened = server.engine.grammars, process.num_fds()
+
+    def forks() -> list[int]:
+        return sorted(one.pid for one in trials() if one.pid != process.pid)
+
+    def waiting() -> int:
+        return sum(len(trying.waiting) for trying in held._trying.values())
+
+    async def ask() -> None:
+        same = {"prompt": "x", "structured_outputs": {"regex": BOMB + "|same"}}
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            first, second = (asyncio.create_task(http.post("/v1/completions", json=same)) for _ in range(2))
+            others = [{**same, "structured_outputs": {"regex": BOMB + f"|{i}"}} for i in range(20)]
+            [fork] = await asyncio.to_thread(eventually, forks)
+            psutil.Process(fork).suspend()  # it takes neither time nor memory now
+            await asyncio.to_thread(eventually, lambda: waiting() == 2)
+            first.cancel()
+            await asyncio.to_thread(eventually, lambda: waiting() == 1)
+            many = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in others]
+            await asyncio.to_thread(eventually, lambda: waiting() == 21)
+            for task in many:
+                task.cancel()
+            await asyncio.to_thread(eventually, lambda: waiting() == 1 and forks() == [fork])
+            fine(server)
+            assert forks() == [fork] and not second.done(), "a trial that somebody waits for was ended"
+            second.cancel()
+
+    asyncio.run(ask())
+    eventually(lambda: not forks() and not (held._trying or held._queue or held._placed), TIMEOUT)
+    eventually(lambda: process.num_fds() == opened)
+    assert trials() == [process] and not server.engine.waiting.preparing
     fine(server)
-    eventually(lambda: len(trials()) == 1)
+
+
+def test_nobody_waits_behind_another_tenant_s(server: Running) -> None:
+    fine(server)
+    with ThreadPoolExecutor(16) as clients:
+        bombs = [
+            clients.submit(
+                refused, server, "structured_outputs", structured_outputs={"regex": f"{BOMB}|t{i}"}, user="a"
+            )
+            for i in range(12)
+        ]
+        eventually(lambda: len(server.engine.grammars._queue) == 8)
+        fine(server, user="b")
+        assert sum(not bomb.done() for bomb in bombs) >= 4, "it came behind them"
+        server.engine.grammars.fail(InvalidRequest("structured_outputs", "structured_outputs: enough"))
+        for bomb in bombs:
+            bomb.result()
+
+
+def test_what_was_ended_is_tried_again(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of the grammar; least of all that the engine may have it."""
+    fine(server)
+    monkeypatch.setattr(server.engine.grammars, "_seconds", 0.1)
+    monkeypatch.setattr(server.engine, "generate", None)
+    for _ in range(2):
+        message = refused(server, "structured_outputs", structured_outputs={"regex": BOMB + "|again"})
+        assert "takes longer than 0.1 s" in message
 
 
 def test_nothing_is_left_behind(tiny_llama: Path) -> None:
