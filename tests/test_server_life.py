@@ -209,8 +209,8 @@ def test_records(server: Running) -> None:
     [
         ({"prompt": ""}, 400, "prompt: empty; give at least one token"),
         ({"prompt": "a", "extra": {"error": "no", "status": 429}, "stream": True}, 429, "no"),
-        ({"prompt": "a", "model": "other"}, 404, "model: 'other' is not served here; available: echo"),
-        ({"prompt": "a", "n": "x"}, 400, "n: must be an integer, got 'x'"),
+        ({"prompt": "a", "model": "other"}, 404, 'model: "other" is not served here; available: echo'),
+        ({"prompt": "a", "n": "x"}, 400, 'n: must be an integer, got "x"'),
         ({"prompt": "a", "top_p": 0}, 400, "top_p must be in (0, 1], got 0.0"),
         ({"messages": [], "stream_options": {}}, 400, "prompt: is required"),
         (b"{", 400, "the body is not valid JSON: Expecting property name enclosed in double quotes at character 1"),

@@ -23,7 +23,7 @@ from framework import log
 from framework.settings import Settings
 
 LIMIT = 1.5
-LONG = {"prompt": [5] * 120, "extra": {"pace": 0.02}}
+LONG = {"prompt": [5] * 120, "max_tokens": 120, "extra": {"pace": 0.02}}
 HELD = {"prompt": "a", "extra": {"hold": True}}
 
 
