@@ -27,7 +27,7 @@ import zmq
 
 from . import machine
 from .engine import Engine
-from .errors import FrameworkError
+from .errors import ConfigError, FrameworkError
 from .messages import Abort, Add, Fatal, FromEngine, Outputs, Progress, Ready, ToEngine
 from .settings import Settings
 
@@ -68,13 +68,23 @@ class EngineProcess:
 
 
 def spawn(settings: Settings, placement: machine.Placement | None = None) -> EngineProcess:
-    """Start an engine process, on the CPUs of `placement` or else this process's. It connects at once, then loads."""
+    """Start an engine process, on the CPUs of `placement` or else this process's. It connects at once, then loads.
+
+    Raises `ConfigError` if no socket fits into `TMPDIR`.
+    """
     if placement is not None:
         settings = settings.model_copy(update={"threads": placement.threads})
     cpus = machine.allowed() if placement is None else placement.engine
     told = msgspec.msgpack.encode(settings.model_dump(mode="json"))  # may raise: nothing to clean up yet
     folder = tempfile.mkdtemp(prefix="framework-")  # mode 0700: nobody else can connect
-    address = f"ipc://{folder}/engine"
+    path, most = f"{folder}/engine", zmq.IPC_PATH_MAX_LEN
+    if (size := len(os.fsencode(path))) > most:
+        os.rmdir(folder)
+        raise ConfigError(
+            f"TMPDIR: cannot make the socket {path}: its path has {size} bytes, at most {most} are possible; "
+            "set TMPDIR to a writable folder with a short path"
+        )
+    address = f"ipc://{path}"
     header = msgspec.msgpack.encode({"settings": msgspec.Raw(told), "address": address, "cpus": cpus})
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "framework.process"],

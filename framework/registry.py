@@ -82,7 +82,7 @@ class Plugins:
             if impl is None or not getattr(impl, f"{PROJECT}_impl", None):
                 continue
             options = getattr(impl, f"{PROJECT}_impl")
-            if hook in (*EVENTS, "prepare") and (options["wrapper"] or options["hookwrapper"]):
+            if hook in (*EVENTS, "prepare", "routes") and (options["wrapper"] or options["hookwrapper"]):
                 what = "is an event" if hook in EVENTS else "is called for each plugin on its own"
                 raise PluginError(f"plugin {name!r}: {hook!r} {what}: implement it without a wrapper", name)
             for parameter in inspect.signature(impl).parameters.values():

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import iter_route_contexts
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
-from framework import EngineDead, PluginError, __version__
+from framework import EngineDead, FrameworkError, PluginError, __version__
 from framework.registry import Plugins
 
 from . import errors, openai, operations, reference, shapes, tgi, tokens
@@ -109,22 +115,50 @@ def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> 
     app.include_router(tokens.router(serving))
     app.include_router(openai.router(serving))
     app.include_router(tgi.router(serving))  # other dialects: one module with a `router` each, beside these two
-    try:
-        for items in plugins.call("routes", client=client):
-            for item in items:
-                if isinstance(item, Middleware):
-                    app.user_middleware.append(item)  # the first is outermost
-                elif isinstance(item, APIRouter):
-                    app.include_router(item)
-                else:
-                    raise TypeError(f"expected APIRouters and Middleware, got {item!r}")
-        app.middleware_stack = app.build_middleware_stack()  # now: else the first request finds what is wrong with it
-    except PluginError:
-        raise
-    except Exception as error:  # a plugin may have given anything
-        plugin = plugins.blame("routes", error)
-        raise PluginError(f"plugin {plugin!r}: routes: {type(error).__name__}: {error}", plugin) from error
+    for plugin, items in plugins.each("routes", client=client):
+        with _blamed(plugin):
+            _add(app, plugin, items)
+    app.middleware_stack = app.build_middleware_stack()  # now: else the first request finds what is wrong with it
     inner: ASGIApp = LimitedBody(Heads(Prefixed(app)))
     if keys:
         inner = Authentication(inner, keys, spelling)
     return RequestIds(inner)  # outermost, so that every answer has an id
+
+
+def _add(app: FastAPI, plugin: str, items: Any) -> None:
+    """What a plugin gives, or raises. Raises anything."""
+    if isinstance(items, BaseException):
+        raise items
+    for item in items:
+        if isinstance(item, Middleware):
+            app.user_middleware.append(Middleware(partial(_built, plugin, item)))  # the first is outermost
+        elif isinstance(item, APIRouter):
+            taken = list(app.routes)
+            for route in iter_route_contexts(item.routes):
+                for method in sorted(route.methods or ()):
+                    scope: Scope = {"type": "http", "path": route.path, "method": method, "headers": []}
+                    if any(other.matches(scope)[0] is Match.FULL for other in taken):
+                        raise PluginError(
+                            f"plugin {plugin!r}: routes: {method} {route.path} is a route of the server's, or of a "
+                            "plugin before it, and would never run; choose another path",
+                            plugin,
+                        )
+            app.include_router(item)
+        else:
+            raise TypeError(f"expected APIRouters and Middleware, got {item!r}")
+
+
+def _built(plugin: str, item: Middleware, app: ASGIApp) -> ASGIApp:
+    with _blamed(plugin):
+        return item.cls(app, *item.args, **item.kwargs)
+
+
+@contextmanager
+def _blamed(plugin: str) -> Iterator[None]:
+    """What is wrong with the routes of a plugin becomes a `PluginError` that names it; errors for the user stay."""
+    try:
+        yield
+    except FrameworkError:
+        raise
+    except (Exception, SystemExit) as error:  # a plugin may give and raise anything
+        raise PluginError(f"plugin {plugin!r}: routes: {type(error).__name__}: {error}", plugin) from error

@@ -123,14 +123,9 @@ class EngineClient:
         try:
             self._socket.bind(self._engine.address)
         except zmq.ZMQError as error:
-            path = self._engine.address.removeprefix("ipc://")
-            size, most = len(os.fsencode(path)), zmq.IPC_PATH_MAX_LEN
-            why = os.strerror(error.errno or 0)
-            if size > most:
-                why = f"its path has {size} bytes, at most {most} are possible"
-            raise ConfigError(
-                f"TMPDIR: cannot make the socket {path}: {why}; set TMPDIR to a writable folder with a short path"
-            ) from None
+            path, why = self._engine.address.removeprefix("ipc://"), os.strerror(error.errno or 0)
+            message = f"TMPDIR: cannot make the socket {path}: {why}; set TMPDIR to a writable folder"
+            raise ConfigError(message) from None
         self._tasks = [self._loop.create_task(self._read()), self._loop.create_task(self._watch())]
         threading.Thread(target=self._wait, args=(self._engine.process,), daemon=True).start()
         info = await self._ready
@@ -234,15 +229,16 @@ class EngineClient:
             raise EngineDead(gone)
         self.waiting.check()
 
-    def prepare(self, record: ResponseRecord, tenant: str) -> AbstractAsyncContextManager[None]:
-        """For what comes before `generate`: it counts as the response, and ends as that does. See `Waiting.prepare`."""
-        return self.waiting.prepare(record.id, tenant, *self._limit(record))
+    def prepare(self, id: str, tenant: str, start: int) -> AbstractAsyncContextManager[None]:
+        """For what comes before `generate`: it counts as the response, which came at `start` (`time.monotonic_ns`), and
+        ends as that does. See `Waiting.prepare`."""
+        return self.waiting.prepare(id, tenant, *self._limit(start))
 
-    def _limit(self, record: ResponseRecord) -> tuple[float, Rejected]:
+    def _limit(self, start: int) -> tuple[float, Rejected]:
         """When the time of a response is over, and the error that it is then."""
         limit = self._settings.request_timeout
         late = Rejected(f"the request took longer than {limit} s (--request-timeout)", 504)
-        return math.inf if limit is None else record.start / 1e9 + limit, late
+        return math.inf if limit is None else start / 1e9 + limit, late
 
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
         """Send the requests of one response; their ids are made unique here. Sequences are numbered in their order,
@@ -251,7 +247,7 @@ class EngineClient:
         Raises `EngineDead`, `Rejected` if the queue is full or the time over, `InvalidRequest` beyond `MAX_SENT` bytes.
         """
         self.check()
-        end, late = self._limit(record)
+        end, late = self._limit(record.start)
         if time.monotonic() > end:
             raise late
         encoded, size = [], 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 
 import msgspec
 from starlette.responses import Response
@@ -41,5 +40,10 @@ class Gate:
                 scope, receive, send
             )
         else:
-            with suppress(asyncio.CancelledError):  # the server ends and has hung up: no fault that is to be logged
+            try:
                 await self._app(scope, receive, send)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or not task.cancelling():  # a plugin has raised it
+                    raise
+                # else the server ends and has hung up: no fault that is to be logged

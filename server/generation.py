@@ -235,7 +235,7 @@ class Generation:
         with _naming(ask):
             _check_extra(ask.extra)
         routing = self.serving.inputs.routing(ask.priority, self._tenant(ask), ask.cache_salt)
-        async with self.serving.client.prepare(record, routing.tenant):
+        async with self.serving.client.prepare(record.id, routing.tenant, record.start):
             if ask.truncate is not None:
                 with _naming(ask):
                     self.cut = self.serving.inputs.cut(ask.truncate, ask.fields.get("max_tokens", ask.usual_tokens))

@@ -10,6 +10,7 @@ import signal
 from asyncio.subprocess import PIPE, Process
 from collections import Counter, OrderedDict
 from contextlib import suppress
+from contextvars import Context
 
 import msgspec
 
@@ -198,7 +199,8 @@ class _Process:
         self._waiting: dict[int, asyncio.Future[Verdict]] = {}
         self._ids = itertools.count()
         self._write(vocabulary)
-        self._reading = asyncio.create_task(self._read())
+        # In a context of its own: it outlives the request that it starts for, whose id is in lines of the log.
+        self._reading = asyncio.create_task(self._read(), context=Context())
 
     async def ask(self, wanted: StructuredOutputs, seconds: float) -> Verdict:
         """Raises `Rejected` if the process ends meanwhile."""

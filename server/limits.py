@@ -60,6 +60,8 @@ MAX_GRAMMAR = 64 * 2**10
 """Bytes of a schema, regex, grammar or list of choices: each prompt carries it, and compiling it takes a while."""
 MAX_TEXT = 2**20
 """Characters that /tokenize takes: a second of a thread, and 100 MB for what comes of them."""
+MAX_TEXTS = 2
+"""Those that are dealt with at once: what is to be generated needs the processor and the interpreter, too."""
 MAX_TOKENS = 2**20
 """Token ids that /detokenize takes: decoding holds the interpreter, for 0.1 s."""
 MAX_KEY = 1024

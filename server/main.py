@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import math
 import signal
 import socket
 import threading
@@ -38,7 +37,7 @@ from .gate import Gate
 from .generation import Serving
 from .keys import Keys
 from .limits import INTERRUPT, JOIN
-from .protocol import http_config
+from .protocol import Protocol, http_config
 from .supervisor import Supervisor
 from .tls import check_tls
 from .unix import unix_socket
@@ -61,9 +60,22 @@ def serve(settings: Settings, plugins: Plugins, ui: UI) -> int:
         placement = place(settings.threads)
         keep_to(placement.server)  # ahead of anything that starts threads
         plugins.activate(settings, engine=False)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        try:
             run = _Run(settings, plugins, ui, listener, partial(spawn, placement=placement), keys)
             return runner.run(run.main())
+        finally:  # closing the runner would wait for every thread, whatever plugins do there
+            runner.run(_cancel())
+            runner.get_loop().close()
+
+
+async def _cancel() -> None:
+    """All other tasks of this loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=INTERRUPT)
 
 
 def _listen(settings: Settings) -> AbstractContextManager[socket.socket]:
@@ -193,11 +205,15 @@ class _Run:
         self._server.server_state.default_headers = [*self._server.server_state.default_headers, closing]
         loop.call_at(end, self._cut)
         loop.call_at(end + INTERRUPT, self._hang_up)
-        while self._client.load and loop.time() < end:
+        # Beside responses that are generated: what else is answered, and what slow clients have not read yet.
+        owing = self._owing()
+        while (self._client.load or owing) and loop.time() < end:
             await asyncio.sleep(TICK)
-        # Those that tokenise, or whose clients are slow, have the rest of the time.
-        self._server.config.timeout_graceful_shutdown = math.ceil(max(end - loop.time(), 0) + 2 * INTERRUPT)
+            owing &= self._owing()
         self._server.should_exit = True
+
+    def _owing(self) -> set[Protocol]:
+        return {one for one in self._server.server_state.connections if isinstance(one, Protocol) and one.owes}
 
     def _cut(self) -> None:
         if self._client.load:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,7 +20,8 @@ from framework.log import get_logger
 from framework.settings import Settings
 
 from .app import spelling
-from .errors import Problem
+from .client import SHUTTING_DOWN
+from .errors import Problem, problem
 from .limits import INTERRUPT, KEEP_ALIVE, MAX_HEAD, MAX_PIPELINED, RECEIVE
 from .proxy import outside
 
@@ -140,6 +142,8 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
             raise _Refused(429, f"more than {MAX_PIPELINED} requests wait for their turn on one connection")
+        # uvicorn logs what an application raises, and that it has not answered, and then sends its own words for it.
+        self.cycle.send_500_response = partial(_fail, self.cycle)  # type: ignore[method-assign]
         self._in_head = False
 
     def on_chunk_header(self) -> None:
@@ -178,6 +182,21 @@ class Protocol(HttpToolsProtocol):
             self._refuse(Problem(408, f"the request is not complete after {RECEIVE} s"))
 
     @property
+    def owes(self) -> bool:
+        """Whether a request that is complete, or is being answered already, has not got all of its answer."""
+        if self.transport.get_write_buffer_size():
+            return True
+        active = self._active
+        return active is not None and not active.response_complete and (active.response_started or not active.more_body)
+
+    def shutdown(self) -> None:
+        """Requests that are not complete yet are not waited for."""
+        if self._begun and not self.owes and not self.transport.is_closing():
+            self._refuse(Problem(503, SHUTTING_DOWN))
+        else:
+            super().shutdown()
+
+    @property
     def _owed(self) -> bool:
         """Whether an earlier request than the one that is being received has no complete answer yet."""
         active = self._active
@@ -205,6 +224,19 @@ class Protocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = self.loop.call_later(RECEIVE, self.transport.abort)  # if the answer is not taken
+
+
+async def _fail(cycle: RequestResponseCycle) -> None:
+    """Answer a request for which the application has failed to."""
+    state = cycle.scope["state"]
+    found = problem(RuntimeError())
+    status, error = state.get("spell", spelling(cycle.scope["path"]))(found)
+    headers = {"content-type": "application/json", **found.headers, "x-request-id": state.get("request_id", "")}
+    encoded = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+    body = msgspec.json.encode(error)
+    encoded.append((b"content-length", str(len(body)).encode()))
+    await cycle.send({"type": "http.response.start", "status": status, "headers": encoded})
+    await cycle.send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _quieter(record: logging.LogRecord) -> bool:

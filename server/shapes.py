@@ -273,6 +273,8 @@ class Aborted(TypedDict):
     aborted: int
 
 
+_OURS = {"OpenAI", "TGI"}
+"""Tags of routes whose streams end as `_event` says."""
 _CHUNKS = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatCompletionChunk}
 
 
@@ -301,7 +303,7 @@ def _amend(document: dict[str, Any], keys: bool) -> None:
     if keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
-        for operation in operations.values():
+        for method, operation in operations.items():
             if keys and path not in OPEN:
                 operation["security"] = [{"key": []}]
             line = operation.get("description", "")
@@ -310,18 +312,24 @@ def _amend(document: dict[str, Any], keys: bool) -> None:
             responses = operation["responses"]
             if "HTTPValidationError" in str(responses.get("422")):  # FastAPI's own, which no route here has
                 del responses["422"]
-            if path in _CHUNKS:
+            if path in _CHUNKS and method == "post":
                 chunk = TypeAdapter(_CHUNKS[path]).json_schema(ref_template="#/components/schemas/{model}")
                 schemas |= chunk.pop("$defs") | {_CHUNKS[path].__name__: chunk}
                 responses["200"]["content"]["text/event-stream"] = {
                     "schema": {"$ref": f"#/components/schemas/{_CHUNKS[path].__name__}"}
                 }
-            events = responses["200"].get("content", {}).get("text/event-stream")
-            if events is not None:
-                error = responses["400"]["content"]["application/json"]["schema"]
-                events["itemSchema"] = _event(events.pop("schema"), error)
+            # Those of plugins may have neither, and their streams are what they are.
+            events, error = (_content(responses.get(status, {})) for status in ("200", "400"))
+            stream, wrong = events.get("text/event-stream", {}), error.get("application/json", {})
+            if _OURS.intersection(operation.get("tags", ())) and "schema" in stream and "schema" in wrong:
+                stream["itemSchema"] = _event(stream.pop("schema"), wrong["schema"])
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
+
+
+def _content(response: dict[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = response.get("content", {})
+    return content
 
 
 def _event(chunk: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from framework import FrameworkError
@@ -21,6 +22,7 @@ from .generation import Ask, Choice, Generation
 from .limits import INLINE_SCORES
 
 log = get_logger(__name__)
+T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
 _HEADERS = [
@@ -69,16 +71,8 @@ class Reply(Response):
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._run(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.wait((work, gone))
-        if not work.cancelled():
-            work.result()
+        with suppress(ClientDisconnect):
+            await attended(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
         generation, dialect = self._generation, self._dialect
@@ -130,6 +124,20 @@ class Reply(Response):
             data = _event(self._generation.failed(error))
         await send({"type": "http.response.body", "body": data + self._dialect.done})
         self._generation.record.stages.append(("http.send", begin, time.monotonic_ns()))
+
+
+async def attended(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives, which is cancelled when the client goes away: then raises `ClientDisconnect`."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.wait((working, gone))
+    if working.cancelled():
+        raise ClientDisconnect
+    return working.result()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -176,10 +176,10 @@ class Supervisor:
             raise Rejected(f"{self.client.dead}; it is started again", 503, left)
         self.client.check()
 
-    def prepare(self, record: ResponseRecord, tenant: str) -> AbstractAsyncContextManager[None]:
+    def prepare(self, id: str, tenant: str, start: int) -> AbstractAsyncContextManager[None]:
         """As `EngineClient.prepare`. Raises what `check` does."""
         self.check()
-        return self.client.prepare(record, tenant)
+        return self.client.prepare(id, tenant, start)
 
     def generate(self, adds: Sequence[Add], record: ResponseRecord) -> Stream:
         """As `EngineClient.generate`. What has passed `check` is taken while draining, too, until `cut` or `fail`."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
 
 from framework import InvalidRequest
 
 from . import shapes, tgi
 from .calls import check_takes_tools
 from .generation import Serving
-from .limits import INLINE_TEXT, MAX_TEXT
+from .keys import caller
+from .limits import INLINE_TEXT, MAX_TEXT, MAX_TEXTS
 from .openai import Route
 from .schemas import ChatTokenizeRequest, DetokenizeRequest, TokenizeRequest
+from .sse import attended
 from .tgi_schemas import ErrorResponse
 
 
@@ -57,25 +61,40 @@ def router(serving: Serving) -> APIRouter:
         if body.tools and body.messages:
             check_takes_tools(tokenizer)
 
-    async def tokenize(body: TokenizeRequest) -> Response:
+    texts = ThreadPoolExecutor(MAX_TEXTS, "texts")
+
+    async def answer(request: Request, work: Callable[[], Any], size: int) -> Response:
+        """What `work` gives, as JSON: in a thread if it deals with many characters or ids. It has a place in the queue
+        meanwhile, and ends with its client."""
+
+        async def encoded() -> bytes:
+            async with serving.client.prepare(f"tok-{state.request_id}", caller(request), state.start):
+                if size <= INLINE_TEXT:
+                    return msgspec.json.encode(work())
+                return await asyncio.wrap_future(texts.submit(lambda: msgspec.json.encode(work())))
+
+        state = request.state
+        return Response(await attended(request.receive, encoded()), media_type="application/json")
+
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The token ids of a text or a chat."""
         body.check()
         text, special = body.inputs, body.add_special_tokens is not False
         if text is not None:  # TGI's body has no model
-            return await _answer(lambda: spans(_limited(text, "inputs"), special), len(text))
+            return await answer(request, lambda: spans(_limited(text, "inputs"), special), len(text))
         check(body)
-        return await _answer(lambda: tokenized(body), len(body.prompt or "") + body.size)
+        return await answer(request, lambda: tokenized(body), len(body.prompt or "") + body.size)
 
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         serving.check_model(body.model)
-        return await _answer(lambda: detokenized(body), len(body.tokens))
+        return await answer(request, lambda: detokenized(body), len(body.tokens))
 
-    async def chat_tokenize(body: ChatTokenizeRequest) -> Response:
+    async def chat_tokenize(body: ChatTokenizeRequest, request: Request) -> Response:
         """What the chat template makes of a chat, and where each token stands in it."""
         check(body)
         body.check()
-        return await _answer(lambda: chat_spans(body), body.size)
+        return await answer(request, lambda: chat_spans(body), body.size)
 
     async def tokenizer_info() -> Response:
         """Special tokens, chat template and vocabulary."""
@@ -87,18 +106,25 @@ def router(serving: Serving) -> APIRouter:
             "eos_token_ids": tokenizer.eos_token_ids,
             **tokenizer.special,
         }
-        return await _answer(lambda: info, 0)
+        return JSONResponse(info)
 
     routes.add_api_route(
         "/tokenize",
         tokenize,
         methods=["POST"],
         response_model=shapes.Tokenized | list[shapes.Span],
-        responses={422: {"model": ErrorResponse, "description": "A field is wrong, and `inputs` is among them"}},
+        responses={
+            **shapes.LATE,
+            422: {"model": ErrorResponse, "description": "A field is wrong, and `inputs` is among them"},
+        },
         dependencies=[Depends(_as_asked)],
     )
-    routes.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=shapes.Detokenized)
-    routes.add_api_route("/chat_tokenize", chat_tokenize, methods=["POST"], response_model=shapes.Spans)
+    routes.add_api_route(
+        "/detokenize", detokenize, methods=["POST"], response_model=shapes.Detokenized, responses=shapes.LATE
+    )
+    routes.add_api_route(
+        "/chat_tokenize", chat_tokenize, methods=["POST"], response_model=shapes.Spans, responses=shapes.LATE
+    )
     routes.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"], response_model=shapes.TokenizerInfo)
     return routes
 
@@ -113,13 +139,3 @@ def _limited(text: str, field: str) -> str:
     if len(text) > MAX_TEXT:
         raise InvalidRequest(field, f"{field}: {len(text)} characters, at most {MAX_TEXT} are possible; send parts")
     return text
-
-
-async def _answer(work: Callable[[], Any], size: int) -> Response:
-    """What `work` gives, as JSON. In a thread if it deals with many characters or ids."""
-
-    def encoded() -> bytes:
-        return msgspec.json.encode(work())
-
-    body = encoded() if size <= INLINE_TEXT else await asyncio.to_thread(encoded)
-    return Response(body, media_type="application/json")

@@ -1,5 +1,5 @@
 """A plugin that does to its engine what a request says in `extra`: `sleep` or `spin` for so many seconds, send itself a
-`signal`, start a `child` process, `raise` an error."""
+`signal`, start a `child` process, `raise` an error. Its route /stuck takes a thread of the server's for good."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from fastapi import APIRouter
 
 from framework import Provider, Request, hookimpl
 
@@ -27,6 +29,16 @@ class Rogue:
             raise RuntimeError(extra["raise"])
         if "signal" in extra:
             os.kill(os.getpid(), extra["signal"])
+
+    @hookimpl
+    def routes(self) -> Iterable[APIRouter]:
+        router = APIRouter()
+
+        @router.get("/stuck")
+        def stuck() -> None:
+            time.sleep(600)
+
+        return [router]
 
 
 @hookimpl

@@ -95,6 +95,32 @@ def test_without_a_compiler_auto_takes_torch(tiny_llama: Path, monkeypatch: pyte
             assert note.startswith("--kernel auto passed over cpu: ") and reason in note
 
 
+def test_what_cannot_be_compiled_is_tried_once(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each operation: it may take minutes. What has not begun when the first part fails is left."""
+    compiler, calls = tmp_path / "odd-cc", tmp_path / "calls"
+    compiler.write_text(
+        f"#!/bin/sh\necho $1 >> {calls}\n[ $1 = --version ] && exit\necho 'error: no room' >&2\nexit 1\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "cpus", lambda: 1)
+    monkeypatch.setattr(build, "load", lambda say: [str(build.library(say))])
+    monkeypatch.setattr(backend, "load", build.load)
+    backend._loaded.cache_clear()
+    try:
+        with LLM(str(tiny_llama), dtype="float32", kv_blocks=16) as llm:
+            assert (
+                llm.info.providers["kernel"] == "torch"
+                and "cannot compile the kernels: error: no room" in llm.info.notes[0]
+            )
+    finally:
+        backend._loaded.cache_clear()
+    first, *others = calls.read_text().split()
+    assert first == "--version" and 1 <= len(others) <= 2
+
+
 def test_auto_takes_cpu(tiny_llama: Path) -> None:
     with LLM(str(tiny_llama), dtype="float32", kv_blocks=16) as llm:
         assert llm.info.providers["kernel"] == "cpu" and not llm.info.notes

@@ -168,6 +168,20 @@ def test_two_signals_end_a_step_in_silence(tiny_llama: Path, tmp_path: Path) -> 
         assert "ending at once" in served.output and "failed" not in served.output
 
 
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]], ids=str)
+def test_a_thread_that_does_not_end_holds_nothing_up(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: list[int]
+) -> None:
+    with serve(tiny_llama, tmp_path, *rogue(tmp_path, monkeypatch)) as served:
+        served.ready()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(f"{served.url}/stuck", timeout=0.5)
+        for number in signals[:-1]:
+            served.process.send_signal(number)
+            time.sleep(0.3)
+        assert served.stop(signals[-1], within=12) == (130 if signals == [signal.SIGINT] else 0)
+
+
 def rogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Flags of a server whose engine does what requests say."""
     monkeypatch.setenv("PYTHONPATH", str(install(tmp_path / "plugins")))

@@ -37,7 +37,6 @@ from framework.checkpoint import open_checkpoint
 from framework.detokenizer import Delta
 from framework.inputs import Cut, InputProcessor
 from framework.messages import Add
-from framework.process import EngineProcess, spawn
 from framework.registry import Plugins, load_plugins
 from framework.settings import Settings
 
@@ -337,22 +336,19 @@ async def test_a_plugin_cannot_end_the_server(tiny_llama: Path, caplog: pytest.L
 
 
 async def test_a_folder_for_the_socket_whose_path_is_too_long(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """No process is started that would have its own words for it."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    settings, processes = Settings(model=str(tiny_llama)), []
-
-    def noted(settings: Settings) -> EngineProcess:
-        processes.append(spawn(settings))
-        return processes[-1]
-
-    client = EngineClient(settings, load_plugins(), noted)
+    before = psutil.Process().children()
+    client = EngineClient(Settings(model=str(tiny_llama)), load_plugins())
     with pytest.raises(ConfigError, match=r"^TMPDIR: .* at most 107 "):
         await client.start()
     await client.close()
-    assert not psutil.pid_exists(processes[0].process.pid) and list(long.iterdir()) == []
+    assert psutil.Process().children() == before and list(long.iterdir()) == []
+    assert capfd.readouterr().err == ""
 
 
 async def test_the_end_while_loading_waits_for_everything_at_once(

@@ -1,19 +1,22 @@
-"""Middleware that plugins bring."""
+"""Routes and middleware that plugins bring."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from echo_engine import EchoProcess
 from fastapi import APIRouter
 from framework.server.app import create_app
 from framework.server.keys import Keys
-from serving import Running, check_error, completion, events, eventually, running
+from serving import Running, check_error, check_tgi_error, completion, events, eventually, running
 from starlette.middleware import Middleware
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from framework import PluginError, hookimpl
@@ -40,6 +43,16 @@ class Mark:
         await self.app(scope, receive, marked)
 
 
+FAULTS = {
+    "nothing": None,
+    "cancelled": asyncio.CancelledError(),
+    "exit": SystemExit(3),
+    "interrupt": KeyboardInterrupt(),
+    "group": BaseExceptionGroup("two", [ValueError(), SystemExit(4)]),
+}
+"""What middleware may raise, or return without an answer."""
+
+
 class Door:
     """Answers some paths by itself, and fails for another."""
 
@@ -51,8 +64,15 @@ class Door:
             await PlainTextResponse("closed", 418)(scope, receive, send)
         elif scope["path"] == "/broken":
             raise OSError("cannot read /home/ann/secret")
+        elif (fault := scope["query_string"].decode()) in FAULTS:
+            if FAULTS[fault] is not None:
+                raise FAULTS[fault]
         else:
             await self.app(scope, receive, send)
+
+
+class EventSource(StreamingResponse):
+    media_type = "text/event-stream"
 
 
 class Marks:
@@ -111,6 +131,26 @@ def test_it_may_answer_and_fail(server: Running, caplog: pytest.LogCaptureFixtur
     assert server.http.get("/own").status_code == 200
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_it_does_there_is_an_answer(server: Running, caplog: pytest.LogCaptureFixture, fault: str) -> None:
+    """In the words of the dialect, with an id, and a line in the log."""
+    body = {"prompt": "a", "max_tokens": 1}
+    for ask in (
+        lambda: server.http.get(f"/health?{fault}"),
+        lambda: server.http.post(f"/v1/completions?{fault}", json=body),
+    ):
+        caplog.clear()
+        answer = ask()
+        assert check_error(answer, 500, None) == "internal error; the server's log has the details"
+        assert answer.headers["x-request-id"] and answer.headers["connection"] == "close"
+        kind = "without starting response" if FAULTS[fault] is None else type(FAULTS[fault]).__name__
+        eventually(lambda: kind in caplog.text)  # noqa: B023 - called at once
+    answer = server.http.post(f"/generate?{fault}", json={"inputs": "a"}, headers={"X-Request-Id": "mine"})
+    check_tgi_error(answer, 424, "generation", "internal error")
+    assert answer.headers["x-request-id"] == "mine"
+    assert server.http.get("/own").status_code == 200
+
+
 @pytest.mark.parametrize(
     ("items", "why"),
     [
@@ -123,5 +163,54 @@ def test_it_may_answer_and_fail(server: Running, caplog: pytest.LogCaptureFixtur
 def test_what_is_no_middleware_stops_the_start(server: Running, items: list[Any], why: str) -> None:
     plugins = load_plugins([("mine", Marks(*items))])
     plugins.activate(Settings(), engine=False)
-    with pytest.raises(PluginError, match=rf"^plugin '.*mine.*': routes: {why}"):
+    with pytest.raises(PluginError, match=rf"^plugin 'mine': routes: {why}"):
         create_app(server.serving, plugins)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/completions"),
+        ("GET", "/v1/models/mine"),
+        ("GET", "/first/{name}"),
+        ("GET", "/metrics"),
+        ("GET", "/docs"),
+    ],
+)
+def test_a_route_that_would_never_run_stops_the_start(server: Running, method: str, path: str) -> None:
+    """Also within another router; one for another method is fine."""
+
+    async def never() -> None:
+        raise AssertionError
+
+    def app(method: str) -> Any:
+        first, inner, outer = APIRouter(), APIRouter(), APIRouter()
+        first.add_api_route("/first/{word}", never, methods=["GET"])
+        inner.add_api_route(path, never, methods=[method])
+        outer.include_router(inner)
+        plugins = load_plugins([("mine", Marks(outer)), ("first", Marks(first))])  # the last is asked first
+        plugins.activate(Settings(), engine=False)
+        return create_app(server.serving, plugins)
+
+    with pytest.raises(PluginError, match=rf"^plugin 'mine': routes: {method} {re.escape(path)} .* would never run"):
+        app(method)
+    app("PUT")
+
+
+async def test_the_document_has_routes_of_every_kind(server: Running) -> None:
+    router, kinds = APIRouter(tags=["OpenAI"]), ({"status_code": 204}, {"response_class": EventSource}, {})
+
+    async def anything(number: int = 0) -> None:
+        pass
+
+    for i, kind in enumerate(kinds):
+        router.add_api_route(f"/mine/{i}", anything, **kind)
+    router.add_api_route("/v1/completions", anything, methods=["PUT"])
+    plugins = load_plugins([("mine", Marks(router))])
+    plugins.activate(Settings(), engine=False)
+    transport = httpx.ASGITransport(create_app(server.serving, plugins))
+    async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    assert {f"/mine/{i}" for i in range(len(kinds))} < set(paths) and set(paths["/v1/completions"]) == {"post", "put"}
+    assert "itemSchema" in paths["/v1/completions"]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    assert "itemSchema" not in paths["/mine/1"]["get"]["responses"]["200"]["content"]["text/event-stream"]

@@ -346,6 +346,19 @@ def test_the_process_is_started_again(server: Running) -> None:
     assert len(trials()) == 1 and trials() != [process]
 
 
+def test_the_end_of_the_process_is_no_request_s_line(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Not that of the one it was started for either, which was answered long before."""
+    for _ in range(2):  # the second is started here
+        fine(server)
+        killed = trials()
+        caplog.clear()
+        for process in killed:
+            process.kill()
+        eventually(lambda: "the compiler of grammars has ended" in caplog.text)
+        eventually(lambda: gone(killed))  # noqa: B023 - called at once
+    assert "request_id" not in caplog.text
+
+
 def test_the_second_time_costs_nothing(server: Running) -> None:
     wanted = {"regex": f"[0-9]{{3}}{time.monotonic_ns()}"}
     bad = {"regex": f"foo**{time.monotonic_ns()}"}

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import transformers
 from echo_engine import EchoProcess
-from framework.server.limits import MAX_TEXT, MAX_TOKENS
-from serving import Running, check_error, check_tgi_error, running
+from framework.server.limits import INLINE_TEXT, MAX_TEXT, MAX_TEXTS, MAX_TOKENS
+from serving import Running, check_error, check_tgi_error, eventually, running
 
+from framework.inputs import InputProcessor
 from framework.settings import Settings
 
 TEXTS = ["The quick brown fox", "ok 🙂 漢字 done", "", " a\n\nb ", "<|im_start|>user", "word " * 3000]
@@ -253,4 +256,59 @@ def test_long_texts_go_to_a_thread(server: Running, monkeypatch: pytest.MonkeyPa
         more = {"max_tokens": 1, "truncate_prompt_tokens": 9} if path.startswith("/v1") else {}
         post(server, path, **body, **more)
         post(server, path, messages=CHAT, **more)
-    assert [name.startswith("asyncio_") for name in threads] == [True, False] * 3
+    assert [name.startswith(("asyncio_", "texts_")) for name in threads] == [True, False] * 3
+
+
+def test_clients_that_leave_and_the_others(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few texts at once, each with its place in the queue; nothing is done for who has left, or was told to end."""
+    real, over, begun = InputProcessor.tokenize, threading.Event(), []
+
+    def tokenize(self: InputProcessor, text: str, *more: Any) -> list[int]:
+        begun.append(text[0])
+        if text[0] in "ab":
+            assert over.wait(60)
+        return real(self, text[:9], *more)
+
+    monkeypatch.setattr(InputProcessor, "tokenize", tokenize)
+
+    def ask(letter: str, id: str = "") -> httpx.Response:
+        headers = {"X-Request-Id": id} if id else {}
+        return httpx.post(
+            f"{server.url}/tokenize", json={"prompt": letter * (INLINE_TEXT + 1)}, headers=headers, timeout=30
+        )
+
+    with ThreadPoolExecutor() as pool:
+        busy = [pool.submit(ask, "a") for _ in range(MAX_TEXTS)]
+        eventually(lambda: len(begun) == MAX_TEXTS)
+        told = pool.submit(ask, "c", "mine")
+        eventually(lambda: server.supervisor.load == MAX_TEXTS + 1)
+        for _ in range(3):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{server.url}/tokenize", json={"prompt": "b" * (INLINE_TEXT + 1)}, timeout=0.2)
+        eventually(lambda: server.supervisor.load == MAX_TEXTS + 1)
+        assert server.http.get("/load").json() == {"server_load": MAX_TEXTS + 1}
+        long = {"prompt": "d" * (INLINE_TEXT + 1), "max_tokens": 1, "truncate_prompt_tokens": 9}
+        assert server.post("/v1/completions", **long).status_code == 200  # has threads of its own
+        assert server.post("/abort_requests", request_ids=["mine"]).json() == {"aborted": 1}
+        assert told.result().status_code == 499
+        over.set()
+        assert [one.result().status_code for one in busy] == [200] * MAX_TEXTS
+    assert begun == ["a"] * MAX_TEXTS + ["d"]
+    assert server.supervisor.load == 0 == len(server.supervisor.waiting)
+
+
+def test_a_full_queue_and_the_end_are_told(tiny_llama: Path) -> None:
+    asks = [
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/chat_tokenize", {"messages": CHAT}),
+    ]
+    with running(Settings(model=str(tiny_llama), max_queued_requests=1), spawn=EchoProcess) as server:
+        server.supervisor.waiting.enter({"another": 1})
+        for path, body in asks:
+            refusal = server.post(path, **body)
+            assert "the queue is full" in check_error(refusal, 429, None) and refusal.headers["retry-after"]
+        server.supervisor.waiting.leave("another")
+        server.supervisor.draining = "the server is shutting down"
+        for path, body in asks:
+            check_error(server.post(path, **body), 503, None)

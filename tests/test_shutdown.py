@@ -11,20 +11,21 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import psutil
 import pytest
 from echo_engine import EchoProcess
+from fastapi import APIRouter, Query
 from framework.server import main
-from framework.server.limits import INLINE_TEXT
+from framework.server.limits import INLINE_TEXT, MAX_TEXTS, MAX_TRIALS
 from framework.server.supervisor import Pace, Supervisor
 from serving import Recorder, check_tgi_error
 from test_server_generation import Silent
 from test_supervisor import SOON, Engines, fails, until
 
-from framework import EngineDead, ResponseRecord
+from framework import EngineDead, ResponseRecord, hookimpl
 from framework.inputs import InputProcessor
 from framework.registry import load_plugins
 from framework.settings import Settings
@@ -66,10 +67,24 @@ class Ending:
         return await asyncio.wait_for(asyncio.shield(self.whole), within)
 
 
+class Slow:
+    @hookimpl
+    def routes(self) -> list[Any]:
+        router = APIRouter()
+
+        @router.get("/slow")
+        async def slow(seconds: Annotated[float, Query(alias="for")]) -> str:
+            await asyncio.sleep(seconds)
+            return "done"
+
+        return [router]
+
+
 @asynccontextmanager
 async def serving(model: Path, spawn: Any = EchoProcess, pace: Pace = SOON, **more: Any) -> AsyncIterator[Ending]:
+    """With a route /slow, which takes as many seconds as `for` says."""
     settings, recorder = Settings(model=str(model), served_model_name="echo", **more), Recorder()
-    plugins = load_plugins([("recorder", recorder)])
+    plugins = load_plugins([("recorder", recorder), ("slow", Slow())])
     plugins.activate(settings, engine=False)
     with main.bind("127.0.0.1", 0) as listener:
         run = main._Run(settings, plugins, Silent(), listener)
@@ -272,38 +287,86 @@ async def test_who_never_reads_holds_nothing_up(
         assert "Traceback" not in caplog.text
 
 
+async def test_what_else_is_answered_is_waited_for(tiny_llama: Path) -> None:
+    """Others are told meanwhile, and it ends with the last."""
+    async with serving(tiny_llama) as server:
+        slow = asyncio.create_task(server.http.get("/slow?for=1.5"))
+        await until(lambda: len(server.run._server.server_state.tasks) == 1)
+        server.signal(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        async with httpx.AsyncClient(base_url=server.http.base_url) as other:
+            refused(await other.get("/ready"))
+        assert (await slow).json() == "done"
+        assert await server.code(2) == 0
+
+
+UPLOAD = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+
+
+@pytest.mark.parametrize("sent", [UPLOAD[:20], UPLOAD], ids=["head", "body"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_who_has_not_sent_all_is_not_waited_for(tiny_llama: Path, number: int, sent: bytes) -> None:
+    async with serving(tiny_llama) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(sent)
+        await until(lambda: any(one._begun for one in server.run._server.server_state.connections))
+        server.signal(number)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ") and json.loads(body)["error"]["message"].endswith("shutting down")
+        assert await server.code(1) == (130 if number == signal.SIGINT else 0)
+        writer.close()
+
+
+async def test_who_has_not_sent_all_in_time_is_not_waited_for_either(tiny_llama: Path) -> None:
+    """While others are: it may go on until they are through."""
+    async with serving(tiny_llama) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(UPLOAD)
+        slow = asyncio.create_task(server.http.get("/slow?for=1"))
+        await until(lambda: len(server.run._server.server_state.tasks) == 2)
+        server.signal(signal.SIGTERM)
+        assert (await slow).json() == "done"
+        assert await server.code(2) == 0
+        assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+        writer.close()
+
+
 @pytest.fixture
-async def busy() -> AsyncIterator[None]:
+async def busy() -> AsyncIterator[threading.Event]:
     """All threads of the loop's pool work, as on long texts of clients, and more is to come."""
     over = threading.Event()
     works = [asyncio.get_running_loop().run_in_executor(None, over.wait, 60) for _ in range(100)]
-    yield
+    yield over
     over.set()
     await asyncio.gather(*works)
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]], ids=["int", "term-term"])
 async def test_what_waits_for_a_thread_holds_nothing_up(
-    tiny_llama: Path, signals: list[int], caplog: pytest.LogCaptureFixture, busy: None
+    tiny_llama: Path,
+    signals: list[int],
+    caplog: pytest.LogCaptureFixture,
+    busy: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(InputProcessor, "tokenize", lambda *_: busy.wait(60) and [])
     async with serving(tiny_llama) as server:
         long = "a" * (INLINE_TEXT + 1)
-        waiting = [server.ask(prompt=long), server.ask("/tokenize", prompt=long)]
-        await until(lambda: len(server.run._server.server_state.tasks) == 2)
+        waiting = [server.ask(prompt=long), *(server.ask("/tokenize", prompt=long) for _ in range(MAX_TEXTS + 1))]
+        await until(lambda: server.supervisor.load == MAX_TEXTS + 2)
         for number in signals:
             server.signal(number)
         assert await server.code(6) == (130 if signals == [signal.SIGINT] else 0)
-        await asyncio.wait(waiting)
-        refused(waiting[0].result())
-        assert isinstance(waiting[1].exception(), httpx.RemoteProtocolError)  # its text is all that it has
+        for answer in await asyncio.gather(*waiting):
+            refused(answer)
         assert [record.status for record in server.recorder.records] == [503]
         assert "Traceback" not in caplog.text
 
 
-async def test_an_engine_that_cannot_be_replaced_while_the_server_drains(tiny_llama: Path, busy: None) -> None:
+async def test_an_engine_that_cannot_be_replaced_while_the_server_drains(tiny_llama: Path) -> None:
     """It had died before. The server ends as it was told to, when it was to."""
     async with serving(tiny_llama, Engines(EchoProcess, fails("no memory")), drain_seconds=1) as server:
-        waiting = server.ask("/tokenize", prompt="a" * (INLINE_TEXT + 1))
+        waiting = asyncio.create_task(server.http.get("/slow?for=60"))
         await until(lambda: len(server.run._server.server_state.tasks) == 1)
         server.engine.kill()
         await until(lambda: server.supervisor.dead)
@@ -311,6 +374,16 @@ async def test_an_engine_that_cannot_be_replaced_while_the_server_drains(tiny_ll
         assert await server.code(8) == 0
         assert isinstance(server.supervisor._keeping.exception(), EngineDead)  # type: ignore[union-attr]
         assert await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_the_death_of_the_engine_is_told_to_who_waits_for_a_grammar(tiny_llama: Path) -> None:
+    """Whether it is being tried out, or waits for that."""
+    async with serving(tiny_llama, Engines(EchoProcess, fails("no memory"))) as server:
+        asked = [server.ask(structured_outputs={"regex": f"{BOMB}|{i}"}) for i in range(2 * MAX_TRIALS)]
+        await until(lambda: len(server.supervisor.grammars._trying) == len(asked))
+        server.engine.kill()
+        for answer in await asyncio.gather(*asked):
+            assert answer.status_code == 503 and "ended by SIGKILL" in answer.json()["error"]["message"]
 
 
 async def test_an_engine_that_dies_while_the_server_drains_is_not_replaced(tiny_llama: Path) -> None:

@@ -281,6 +281,19 @@ class CpuBackend(ReferenceBackend):
         return y
 
 
-@cache
 def _isas() -> list[str]:
-    return load(get_logger(__name__).info)
+    """Raises `BuildError`."""
+    found = _loaded()
+    if isinstance(found, str):
+        raise BuildError(found)
+    return found
+
+
+@cache
+def _loaded() -> list[str] | str:
+    """The instruction sets compiled, or what kept them from being: compiling takes minutes, and what stops it stays
+    for as long as this process."""
+    try:
+        return load(get_logger(__name__).info)
+    except BuildError as error:
+        return str(error)

@@ -122,8 +122,11 @@ def _build(cxx: str, isas: tuple[str, ...], entry: Path) -> None:
         with ThreadPoolExecutor(max(1, min(cpus(), 8))) as pool:
             jobs = [pool.submit(call, cxx, *_ops_flags(root, isas), "-c", SOURCES / "ops.cpp", "-o", ops)]
             jobs += [pool.submit(compile_kernels, cxx, isa, folder / f"{isa}.o") for isa in isas]
-            for job in jobs:
-                job.result()
+            try:
+                for job in jobs:
+                    job.result()
+            finally:
+                pool.shutdown(cancel_futures=True)  # after the first that failed, those that have not begun are in vain
         objects = [ops, *(folder / f"{isa}.o" for isa in isas)]
         # No OpenMP library is named: a process may have several, and this finds the one that torch itself is bound to,
         # whose threads the operations must run on. Bound at once, so that a missing one shows when it is loaded.
