@@ -118,6 +118,7 @@ def create_app(serving: Serving, plugins: Plugins, keys: Keys | None = None) -> 
     for plugin, items in plugins.each("routes", client=client):
         with _blamed(plugin):
             _add(app, plugin, items)
+    app.include_router(openai.absent())  # last: a plugin may bring what is not there
     app.middleware_stack = app.build_middleware_stack()  # now: else the first request finds what is wrong with it
     inner: ASGIApp = LimitedBody(Heads(Prefixed(app)))
     if keys:

@@ -359,14 +359,8 @@ def router(serving: Serving) -> APIRouter:
         """The next message of a chat; as events with `stream`."""
         return reply(_Chat, body, request)
 
-    async def absent(request: Request) -> Response:
-        known = "/v1/chat/completions and /v1/completions"
-        raise HTTPException(404, f"{request.url.path} is not there: this server generates text only, at {known}")
-
     routes.add_api_route("/models", models, response_model=shapes.Models)
     routes.add_api_route("/models/", models, include_in_schema=False)  # else the model without a name
-    for path in ABSENT:
-        routes.add_api_route(path, absent, methods=["POST"], include_in_schema=False)
     routes.add_api_route("/models/{name:path}", model, response_model=shapes.Model)
     for path, handler, operation, prefix, shape in (
         ("/completions", completions, "text_completion", "cmpl", shapes.Completion),
@@ -381,4 +375,17 @@ def router(serving: Serving) -> APIRouter:
             responses=shapes.LATE,
             route_class_override=kind,
         )
+    return routes
+
+
+def absent() -> APIRouter:
+    """The routes in `ABSENT`."""
+    routes = APIRouter(prefix="/v1", route_class=Route)
+
+    async def answer(request: Request) -> Response:
+        known = "/v1/chat/completions and /v1/completions"
+        raise HTTPException(404, f"{request.url.path} is not there: this server generates text only, at {known}")
+
+    for path in ABSENT:
+        routes.add_api_route(path, answer, methods=["POST"], include_in_schema=False)
     return routes

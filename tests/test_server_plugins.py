@@ -12,6 +12,7 @@ import httpx
 import pytest
 from echo_engine import EchoProcess
 from fastapi import APIRouter
+from fastapi.testclient import TestClient
 from framework.server.app import create_app
 from framework.server.keys import Keys
 from serving import Running, check_error, check_tgi_error, completion, events, eventually, running
@@ -165,6 +166,22 @@ def test_what_is_no_middleware_stops_the_start(server: Running, items: list[Any]
     plugins.activate(Settings(), engine=False)
     with pytest.raises(PluginError, match=rf"^plugin 'mine': routes: {why}"):
         create_app(server.serving, plugins)
+
+
+def test_a_plugin_may_bring_what_is_not_there(server: Running) -> None:
+    """/v1/embeddings answers 404 without it."""
+    routes = APIRouter()
+
+    @routes.post("/v1/embeddings")
+    async def embeddings() -> dict[str, str]:
+        return {"object": "list"}
+
+    plugins = load_plugins([("mine", Marks(routes))])
+    plugins.activate(Settings(), engine=False)
+    client = TestClient(create_app(server.serving, plugins))
+    assert client.post("/v1/embeddings", json={}).json() == {"object": "list"}
+    assert client.post("/v1/rerank", json={}).status_code == 404
+    assert "/v1/rerank is not there" in server.http.post("/v1/rerank", json={}).text
 
 
 @pytest.mark.parametrize(
