@@ -196,8 +196,8 @@ class InputProcessor:
         if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidRequest(
                 "max_tokens",
-                f"max_tokens: too large: {longest} prompt tokens + {params.max_tokens} exceed the limit of {limit} "
-                f"tokens (prompt and output); ask for at most {room}",
+                f"max_tokens: too large, or {_TOO_LONG}: {longest} prompt tokens + {params.max_tokens} exceed the "
+                f"limit of {limit} tokens (prompt and output); ask for at most {room}",
             )
         eos = params.eos_token_ids or tuple(id for id in self.tokenizer.eos_token_ids if 0 <= id < vocab)
         bias = {id: max(-100.0, min(by, 100.0)) if math.isfinite(by) else by for id, by in params.logit_bias.items()}

@@ -106,8 +106,8 @@ def test_factories_are_given_what_the_documentation_says(tiny_llama: Path, monke
 def test_messages_name_the_flag_that_selects_or_sets(tiny_llama: Path) -> None:
     plugins = load_plugins([("extra", Extra())])
     for kind, said in (
-        ("model", "--model-impl x: no such model; available: llama"),
-        ("kernel", "--kernel x: no such kernel; available: cpu, flash, partial, tiled, torch, triton"),
+        ("model", "--model-impl x: no such model; available: auto, llama"),
+        ("kernel", "--kernel x: no such kernel; available: auto, cpu, flash, partial, tiled, torch, triton"),
         ("plugin", "--plugin x: no such plugin"),
         ("policy", "policy x: no such policy; available: mine"),
     ):

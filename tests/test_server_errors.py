@@ -303,15 +303,15 @@ def test_sampling_parameters_are_quoted_as_json(server: Running) -> None:
 
 
 def test_max_tokens_that_are_too_many(server: Running) -> None:
-    """It is they that are too large, and they go by the client's name; only a long prompt is called too long."""
-    message = "max_tokens: too large: 5 prompt tokens + 9000 exceed the limit of 256 tokens (prompt and output); "
-    message += "ask for at most 251"
+    """They go by the client's name, and are put first; clients that shorten chats look for the words on the prompt."""
+    message = "max_tokens: too large, or the prompt is too long: 5 prompt tokens + 9000 exceed the limit of 256 tokens "
+    message += "(prompt and output); ask for at most 251"
     assert check_error(server.post("/v1/completions", prompt=[5] * 5, max_tokens=9000), 400, "max_tokens") == message
     chat = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 9000}
     found = check_error(server.post("/v1/chat/completions", **chat), 400, "max_completion_tokens")
-    assert found.startswith("max_completion_tokens: too large: ") and "max_tokens" not in found
+    assert found.startswith("max_completion_tokens: too large, ") and "max_tokens" not in found
     found = server.post("/generate", inputs="a", parameters={"max_new_tokens": 9000}).json()["error"]
-    assert "max_new_tokens: too large: " in found and "max_tokens" not in found.replace("max_new_tokens", "")
+    assert "max_new_tokens: too large, " in found and "max_tokens" not in found.replace("max_new_tokens", "")
     assert "too long" in check_error(server.post("/v1/completions", prompt=[5] * 300), 400, "prompt")
 
 

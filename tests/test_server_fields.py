@@ -130,7 +130,7 @@ def test_whole_numbers_are_integers(server: Running, monkeypatch: pytest.MonkeyP
             pair.append([(add.prompt, repr(add.params)) for add in adds])
             adds.clear()
         assert pair[:2] == pair[2:]
-    for wrong, told in ((4.5, "4.5"), (True, "True"), ("4", "'4'"), ("4.0", "'4.0'")):
+    for wrong, told in ((4.5, "4.5"), (True, "true"), ("4", '"4"'), ("4.0", '"4.0"')):
         for path, ask, field in (("completions", {"prompt": "a"}, "max_tokens"), ("completions", {"prompt": "a"}, "n")):
             message = check_error(server.post(f"/v1/{path}", **ask, **{field: wrong}), 400, field)
             assert message == f"{field}: must be an integer, got {told}"

@@ -243,7 +243,7 @@ def test_pool_smaller_than_one_request(crowd: Crowd) -> None:
     assert model["max_model_len"] == 80  # what the pool holds: the model could do more
     large: dict[str, Any] = {"max_tokens": 90, "priority": -1}
     for length, body, field, numbers in (
-        (8, large, "max_tokens", ("8 prompt", "90 max_tokens", "80 tokens", "at most 72")),
+        (8, large, "max_tokens", ("8 prompt", "+ 90 exceed", "80 tokens", "at most 72")),
         (100, {}, "prompt", ("100 tokens", "80 tokens")),
     ):
         response = crowd.post("large", prompt(length), **body)
