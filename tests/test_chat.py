@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from echo_engine import EchoProcess
 from framework.server.keys import Keys
@@ -353,6 +354,10 @@ class Terminal:
         self.seen += found.end()
         return found
 
+    def waits(self) -> None:
+        """Returns once it waits for a key."""
+        eventually(lambda: psutil.Process(self.pid).status() == psutil.STATUS_SLEEPING)
+
     def ended(self) -> int:
         """The exit code."""
         while select.select([self.file], [], [], 10)[0]:
@@ -421,7 +426,8 @@ def test_a_conversation() -> None:
             terminal.type("/what\n")
             terminal.expect("/what is no command: .*\r\n> ")
             terminal.type("half a line")
-            terminal.expect("half a line")  # so that it is being read
+            terminal.expect("half a line")
+            terminal.waits()  # else the interpreter may hear of it with the next key only
             terminal.type("\x03")
             terminal.expect("Ctrl-D or /exit leaves\r\n> ")
             assert sent()[-1] == "u:/three"
