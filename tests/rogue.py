@@ -1,5 +1,6 @@
 """A plugin that does to its engine what a request says in `extra`: `sleep` or `spin` for so many seconds, send itself a
-`signal`, start a `child` process, `raise` an error. Its route /stuck takes a thread of the server's for good."""
+`signal`, start a `child` process, `raise` an error, make the logits of its third token `nan`. Its route /stuck takes a
+thread of the server's for good."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter
 
@@ -16,9 +18,14 @@ from framework import Provider, Request, hookimpl
 
 
 class Rogue:
+    def __init__(self) -> None:
+        self.spoilt: set[str] = set()
+
     @hookimpl
     def accept(self, request: Request) -> None:
         extra = request.extra
+        if "nan" in extra:
+            self.spoilt.add(request.id)
         time.sleep(extra.get("sleep", 0))
         until = time.monotonic() + extra.get("spin", 0)
         while time.monotonic() < until:
@@ -29,6 +36,12 @@ class Rogue:
             raise RuntimeError(extra["raise"])
         if "signal" in extra:
             os.kill(os.getpid(), extra["signal"])
+
+    @hookimpl
+    def process_logits(self, logits: Any, batch: Any) -> None:
+        for row, owner in enumerate(batch.owner):
+            if batch.ids[owner] in self.spoilt and batch.output_len[owner] == 2:
+                logits[row, 3] = float("nan")
 
     @hookimpl
     def routes(self) -> Iterable[APIRouter]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from rogue import install
 from serving import Running, completion, eventually, running
 
 from framework.settings import Settings
@@ -36,6 +38,37 @@ def streamed(server: Running, **body: Any) -> dict[int, str]:
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
     return texts
+
+
+def test_min_tokens_holds_for_stop_tokens_and_the_end(server: Running) -> None:
+    asked = {"prompt": "The quick", "temperature": 0, "max_tokens": 9, "return_token_ids": True}
+    second = completion(server, **asked, ignore_eos=True)[0]["token_ids"][1]
+    [end, *_] = server.tokenizer.eos_token_ids
+    for token, options in ((second, {"stop_token_ids": [second]}), (end, {"logit_bias": {str(end): 100}})):
+        early, late = (completion(server, **asked, **options, min_tokens=least)[0] for least in (0, 5))
+        assert early["finish_reason"] == "stop" and early["token_ids"][-1] == token and len(early["token_ids"]) <= 2
+        assert len(late["token_ids"]) > 5 and token not in late["token_ids"][:5]
+
+
+def test_logits_that_are_not_finite_fail_one_request(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With status 500, or an event in a stream that has begun; a neighbour's tokens are as if it were alone."""
+    folder = install(tmp_path / "plugins")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(str(folder))
+    settings = Settings(model=str(tiny_llama), dtype="float32", kv_blocks=64, plugin=("rogue",))
+    body = {"prompt": "The quick", "max_tokens": 40, "ignore_eos": True, "seed": 4}
+    with running(settings) as server, ThreadPoolExecutor(1) as others:
+        alone = completion(server, **body)
+        for stream in (False, True):
+            neighbour = others.submit(completion, server, **body)
+            response = server.post("/v1/completions", **body, stream=stream, extra={"nan": True})
+            assert "the model's logits are not finite" in response.text
+            assert response.status_code == (200 if stream else 500)
+            assert not stream or response.text.endswith("data: [DONE]\n\n")
+            assert neighbour.result(30) == alone
+        eventually(lambda: server.engine.stats.running == 0 == server.engine.stats.kv_holding)
 
 
 @pytest.mark.parametrize(
