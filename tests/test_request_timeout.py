@@ -17,11 +17,11 @@ from serving import Running, check_error, check_tgi_error, completion, events, e
 
 from framework.settings import Settings
 
-LIMIT = 0.6
-SLOW = {"pace": 0.02}
+LIMIT = 1.0
+SLOW = {"pace": 0.06}
 PROMPT = [5] * 100
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": len(PROMPT), "extra": SLOW}
-"""Two seconds, at that pace."""
+"""Six seconds, at that pace."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def server(tiny_llama: Path) -> Iterator[Running]:
 
 
 def free(server: Running) -> None:
-    eventually(lambda: server.engine.stats.running == 0 == server.supervisor.load, 1)
+    eventually(lambda: server.engine.stats.running == 0 == server.supervisor.load, 4)
     assert not len(server.supervisor.waiting)
 
 
@@ -44,7 +44,7 @@ def test_what_is_quick_is_whole(server: Running) -> None:
 def test_a_response_ends_with_what_there_is(server: Running, stream: bool) -> None:
     begin = time.monotonic()
     response = server.post("/v1/completions", **LONG, n=2, stream=stream)
-    assert LIMIT <= time.monotonic() - begin < 1.9
+    assert LIMIT <= time.monotonic() - begin < 4.5
     assert response.status_code == 200
     free(server)
     if stream:
@@ -96,7 +96,7 @@ def test_what_comes_before_the_engine_counts(server: Running, stream: bool) -> N
     bomb = {"regex": "|".join(f"[a-z]{{{i}}}" for i in range(1, 3000))}
     begin = time.monotonic()
     response = server.post("/v1/completions", prompt="a", stream=stream, structured_outputs=bomb)
-    assert LIMIT <= time.monotonic() - begin < 1.9
+    assert LIMIT <= time.monotonic() - begin < 4.5
     assert check_error(response, 504, None) == f"the request took longer than {LIMIT} s (--request-timeout)"
     assert server.record(f"cmpl-{response.headers['x-request-id']}").status == 504
 
@@ -115,7 +115,7 @@ def test_all_of_a_response_has_one_limit(server: Running, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(server.engine.grammars, "check", check)
     monkeypatch.setattr(server.engine, "generate", spy)
-    body = server.post("/v1/completions", prompt=PROMPT, structured_outputs={"regex": "a"}, extra=SLOW).json()
+    body = server.post("/v1/completions", **LONG, structured_outputs={"regex": "a"}).json()
     assert body["choices"][0]["finish_reason"] == "abort"
     assert ends == [pytest.approx(LIMIT, abs=LIMIT / 4)]
     free(server)
@@ -136,4 +136,4 @@ def test_a_client_that_does_not_read_keeps_no_request_running(server: Running) -
         connection.connect(("127.0.0.1", server.http.base_url.port))
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
         eventually(lambda: server.engine.stats.running == 100)
-        eventually(lambda: server.engine.stats.running == 0, 1.5)
+        eventually(lambda: server.engine.stats.running == 0, 4)

@@ -147,20 +147,20 @@ def test_a_client_that_leaves_the_queue_is_never_run(tiny_llama: Path) -> None:
     """With one seat, which is taken: no token is computed for it, and nothing of it is left."""
     settings = Settings(model=str(tiny_llama), executor="scripted", executor_opt={"delay": 0.02}, max_num_seqs=1)
     with running(settings) as server:
-        body = {"prompt": "a", "max_tokens": 60, "ignore_eos": True}
+        body = {"prompt": "a", "max_tokens": 150, "ignore_eos": True}
         with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as first:
             pieces = first.iter_raw()
             next(pieces)
             with pytest.raises(httpx.ReadTimeout):
                 headers = {"X-Request-Id": "queued"}
                 httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=0.2)
-            eventually(lambda: server.supervisor.load == 1 and server.engine.stats.waiting == 0, 1)
+            eventually(lambda: server.supervisor.load == 1 and server.engine.stats.waiting == 0, 2.5)
             for _ in pieces:
                 pass
         record = server.record("cmpl-queued")
         assert (record.status, record.output_tokens) == (499, 0)
         eventually(lambda: server.engine.stats.running == server.engine.stats.kv_holding == 0)
-        assert server.engine.stats.generation_tokens == 60
+        assert server.engine.stats.generation_tokens == 150
 
 
 def test_duplicate_ids_never_meet(server: Running) -> None:
