@@ -240,7 +240,7 @@ def _refusing(wanted: StructuredOutputs) -> Iterator[None]:
         yield
     except MemoryError:
         raise refusal(wanted, "needs too much memory; make it smaller") from None
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
         reason = _reason(error)
         if "bad_alloc" in reason:
             reason = "needs too much memory; make it smaller"

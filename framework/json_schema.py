@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from .errors import brief
+from .json_patterns import NoLength, escaped, matches, of_length
 
 Schema = Mapping[str, Any]
 
@@ -154,7 +155,7 @@ class _Rewriter:
             raise ValueError("more than one of patternProperties is not supported; make it one pattern")
         for pattern in patterns:
             for name in (*properties, *required):
-                if _matches(pattern, name):
+                if matches(pattern, name):
                     raise ValueError(f"the property {brief(repr(name), 80)} matches patternProperties: not supported")
         rest = own.get("additionalProperties", own.get("unevaluatedProperties", True))
         for name in required:
@@ -173,7 +174,7 @@ class _Rewriter:
         if not properties:
             del found["properties"]
         if patterns:
-            found["patternProperties"] = {_pattern(p): self._form(s) for p, s in patterns.items()}
+            found["patternProperties"] = {escaped(p): self._form(s) for p, s in patterns.items()}
         for keyword in ("additionalProperties", "unevaluatedProperties", "propertyNames"):
             if keyword in own:  # a name that is not to be like the pattern cannot be said
                 found[keyword] = self._or_false(False if patterns else own[keyword])
@@ -344,7 +345,8 @@ def types_of(value: object) -> set[str]:
             return {"array"}
         case dict():
             return {"object"}
-    return {"number", "integer"} if float(value).is_integer() else {"number"}  # type: ignore[arg-type]
+    assert isinstance(value, int | float)
+    return {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
 
 
 def _common_types(one: Any, two: Any) -> list[str]:
@@ -372,30 +374,17 @@ def _string(own: Schema) -> dict[str, Any]:
         raise ValueError("pattern must be a string")
     if "pattern" in found and "format" not in found and len(found) > 1:
         least, most = found.pop("minLength", 0), found.pop("maxLength", math.inf)
-        found["pattern"] = _of_length(found["pattern"], least, most)
+        try:
+            found["pattern"] = of_length(found["pattern"], least, most)
+        except NoLength as error:
+            raise _Impossible(str(error)) from None
     for what in ("pattern", "format"):
         if what in found and len(found) > 1:
             others = " and ".join(key for key in found if key != what)
             raise ValueError(f"{what} beside {others} is not supported; make it one pattern")
     if "pattern" in found:
-        found["pattern"] = _pattern(found["pattern"])
+        found["pattern"] = escaped(found["pattern"])
     return found
-
-
-def _of_length(pattern: str, least: Any, most: Any) -> str:
-    """A pattern of one repeated character, with these limits, too."""
-    one = r"(\\(?:[^xucpPbB1-9]|x\w{2}|u\w{4})|\[\^?(?:\\[\s\S]|[^\]\\])*\]|[^\\\[\](){}|^$*+?])"
-    match = re.fullmatch(rf"\^?{one}(?:([*+?])|\{{(\d+)(,)?(\d+)?\}})?\$?", pattern)
-    if match is None or not _is_number(least) or not _is_number(most):
-        raise ValueError("pattern beside minLength or maxLength is supported for one repeated character, like ^[a-z]+$")
-    few = {"*": 0, "?": 0, None: 1, "+": 1}[match[2]] if match[3] is None else int(match[3])
-    many = {"*": math.inf, "+": math.inf, "?": 1, None: 1}[match[2]] if match[3] is None else math.inf
-    if match[3] is not None and not (match[4] and not match[5]):
-        many = int(match[5] or match[3])
-    few, many = max(few, least), min(many, most)
-    if few > many:
-        raise _Impossible("no length is left that the string may have")
-    return f"^{match[1]}{{{int(few)},{'' if many == math.inf else int(many)}}}$"
 
 
 def _number(own: Schema, whole: bool, several: bool) -> dict[str, Any]:
@@ -403,7 +392,7 @@ def _number(own: Schema, whole: bool, several: bool) -> dict[str, Any]:
     for keyword, value in own.items():
         if not _is_number(value):
             raise ValueError(f"{keyword} must be a number")
-    if "multipleOf" in own and not (whole and float(own["multipleOf"]).is_integer()):
+    if "multipleOf" in own and not (whole and own["multipleOf"] == int(own["multipleOf"])):
         raise ValueError("multipleOf is supported for integers only")
     if "multipleOf" in own and len(own) > 1:
         raise ValueError("multipleOf beside limits is not supported; list the values as enum")
@@ -419,73 +408,3 @@ def _number(own: Schema, whole: bool, several: bool) -> dict[str, Any]:
             found["maximum"] = min(math.floor(value), found.get("maximum", math.inf))
             del found[keyword]
     return {key: math.ceil(value) if key in _LOWER else math.floor(value) for key, value in found.items()}
-
-
-_PART = re.compile(
-    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[A-Za-z]|[\s\S])"
-    r"|\[\^?(?:\\[\s\S]|[^\]\\])*\]|\(\?<?[=!]|[\s\S]"
-)
-"""An escape, a class of characters, the beginning of a lookaround, another character."""
-_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0", '"': '"', "\\": "\\"}
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        raise ValueError(f"patternProperties: {brief(repr(pattern), 80)} is no regular expression") from None
-
-
-def _pattern(pattern: object) -> str:
-    """A regular expression for what stands between the quotes in JSON: a quote, a backslash or a control character has
-    a backslash there. The library knows this of negated classes and of ranges, not of single characters."""
-    if not isinstance(pattern, str):
-        raise ValueError("pattern must be a string")
-    found = []
-    for part in _PART.findall(pattern):
-        if part.startswith("(?") and len(part) > 2:
-            raise ValueError("lookaround in a pattern is not supported")
-        if part.startswith("[") and len(part) > 1:
-            found.append(_class(part))
-        else:
-            escaped = _escaped(_character(part))
-            found.append(f"(?:{escaped})" if escaped else part)
-    return "".join(found)
-
-
-def _character(part: str) -> str:
-    """The one that a part of a pattern stands for; nothing if it stands for another thing, or for several."""
-    if len(part) == 1:
-        return part
-    if not part.startswith("\\"):
-        return ""
-    match part[1]:
-        case "x" | "u" if len(part) > 2:
-            number = int(part[2:].strip("{}"), 16)
-            return chr(number) if number < 0x110000 else ""
-        case "c" if len(part) > 2:
-            return chr(ord(part[2]) % 32)
-    return _CONTROLS.get(part[1], "")
-
-
-def _escaped(character: str) -> str:
-    """The pattern of how it stands in JSON, if it does not stand for itself."""
-    if character not in ('"', "\\") and not "" < character < " ":
-        return ""
-    return re.sub(r"(\\)", r"\\\1", json.dumps(character)[1:-1])
-
-
-def _class(part: str) -> str:
-    if part.startswith("[^"):
-        return part
-    parts = _PART.findall(part[1:-1])
-    kept: list[str] = []
-    special: list[str] = []
-    for i, one in enumerate(parts):
-        of_range = (i > 1 and parts[i - 1] == "-") or (0 < i + 1 < len(parts) - 1 and parts[i + 1] == "-")
-        escaped = "" if of_range else _escaped(_character(one))
-        (special if escaped else kept).append(escaped or one)
-    if not special:
-        return part
-    inside = [f"[{''.join(kept)}]"] if kept else []
-    return f"(?:{'|'.join([*inside, *special])})"

@@ -107,6 +107,8 @@ NODE = {
         {"allOf": [{"type": "object"}, {"required": ["a"]}, {"properties": {"a": {"type": "null"}}}]},
         an(a={"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}),
         an(a={"type": "string", "pattern": r"^\d{3,}$", "minLength": 2, "maxLength": 4}),
+        an(a={"type": "string", "pattern": "^[A-Z][a-z]{2}x*$", "maxLength": 4}),
+        an(a={"type": "string", "pattern": r"^[A-Z]{2}\d{3}$", "minLength": 1, "maxLength": 5}),
         an(a={"type": "string", "format": "no such format", "maxLength": 3}),
         an(a={"type": "integer", "enum": ["x", 3]}),
         an(a={"type": ["string", "null"], "const": "x"}),
@@ -149,7 +151,11 @@ def test_what_comes_is_valid(compiler: Compiler, schema: Any) -> None:
         ({"enum": [1, 2, 3], "minimum": 2}, "minimum beside enum"),
         ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
         ({"type": "string", "format": "date", "maxLength": 3}, "format beside maxLength"),
-        ({"type": "string", "pattern": "^(a|b)+$", "maxLength": 3}, "one repeated character"),
+        ({"type": "string", "pattern": "^(a|b)+$", "maxLength": 3}, "one repetition"),
+        ({"type": "string", "pattern": "^a+b+$", "maxLength": 3}, "one repetition"),
+        ({"type": "string", "pattern": "^$", "maxLength": 3}, "one repetition"),
+        ({"type": "string", "pattern": "^ab?c$", "minLength": 4}, "no length is left"),
+        ({"type": "integer", "multipleOf": 10**400, "minimum": 1}, "multipleOf beside limits"),
         ({"type": "string", "pattern": "^a{3}$", "maxLength": 2}, "no length is left"),
         ({"type": "string", "pattern": "^(?!b)[ab]$"}, "lookaround"),
         ({"$defs": {"a": {"$anchor": "x", "type": "integer"}}, "$ref": "#x"}, "only pointers"),
@@ -190,7 +196,9 @@ def test_deep_and_large_ones_end() -> None:
 
 NAMES = st.sampled_from(["a", "b", 'c"'])
 CONSTANTS = st.sampled_from([None, True, 0, 1, 2.5, "", "a", 'q"\\', [1], {"a": None}])
-PATTERNS = st.sampled_from(["^a+$", "b", r'^["\\]{1,2}$', r"^\w\.[^\d]$", "^(ab|\t)?$", r"^[a-c\-]*$", "^x{2,}$"])
+PATTERNS = st.sampled_from(
+    ["^a+$", "b", r'^["\\]{1,2}$', r"^\w\.[^\d]$", "^(ab|\t)?$", r"^[a-c\-]*$", "^x{2,}$", r"^\d[A-C]{1,2}\\$"]
+)
 SMALL = st.integers(0, 3)
 
 
