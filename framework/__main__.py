@@ -15,9 +15,15 @@ JOIN = 2.0
 
 def main() -> None:
     """Run the command line. Exit codes: 0, 1 (failed), 2 (wrong usage or settings), 130 (Ctrl-C)."""
+    import signal
+
+    heard = signal.getsignal(signal.SIGINT)
+    if heard is signal.default_int_handler:  # an import may make anything of a KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from .cli import app
 
+        signal.signal(signal.SIGINT, heard)
         app(prog_name="framework")
     except KeyboardInterrupt:
         _leave(130)
