@@ -326,13 +326,13 @@ def _values(own: Schema) -> list[Any]:
             raise ValueError(f"{keyword} beside enum or const is not supported; leave out the values that it forbids")
     if "type" in own:
         types = own["type"] if isinstance(own["type"], list) else [own["type"]]
-        values = [value for value in values if not types_of(value).isdisjoint(types)]
+        values = [value for value in values if not _types_of(value).isdisjoint(types)]
     if not values:
         raise _Impossible("no value of enum or const is valid")
     return values
 
 
-def types_of(value: object) -> set[str]:
+def _types_of(value: object) -> set[str]:
     """The types of JSON Schema that a value of JSON has."""
     match value:
         case None:
